@@ -21,6 +21,7 @@ class DenseReason(str, Enum):
     FEW_QUERIES = "fewer than {} queries behind a prefix, where dense is faster on this GPU"
     LITTLE_WORK = "shorter than {} keys, or less work than a prompt of them, where dense is faster on this GPU"
     LAST_ROWS = "the last rows of a prompt, which answer"
+    UNREAD = "rows of the model's last layer that nothing reads: they are zeros"
     ADAPTER = "the request has a LoRA adapter, which the profile is not of"
     ALL_LOGITS = "logits of more than the last rows are read, and the profile's budget is of answers"
     LOSS = "a loss over all rows is read, and the profile's budget is of answers"

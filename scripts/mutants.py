@@ -173,7 +173,8 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py", (
         ("a request without its last rows sees their keys",
-         "Request(first, keys - last, has_adapter)", "Request(first, keys, has_adapter)"),
+         "Request(first, keys - last, reason,", "Request(first, keys, reason,"),
+        ("the last row of a prompt is one that nothing reads", "left + last > 0", "left + last >= 0"),
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_batches.py", (
         ("a batch is left to the stock backend while a layer waits for its self-test",

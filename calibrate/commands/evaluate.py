@@ -36,7 +36,7 @@ EXAMPLES = (
     ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
     (
         "compare answers only, many of them, at two lengths",
-        "--model demo --profile p.safetensors --tasks needles,questions,greedy "
+        "--model demo --profile p.safetensors --tasks needles,questions "
         "--lengths 8192,32768 --num-prompts 8 --num-needles 32 --out-dir results",
     ),
     (

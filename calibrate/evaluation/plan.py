@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PROMPTS = "prompts"  # the task of the user's own file
 RULER = "ruler"  # tasks that need lm_eval
 RETRIEVAL = tuple(FACTS)
-TEXT = ("perplexity", "agreement", "greedy")  # tasks that one pass over one prompt answers
+TEXT = ("perplexity", "agreement")  # tasks that one pass over one prompt answers
 TASKS = (*RETRIEVAL, *TEXT, "time")
 ALL_TASKS = (*TASKS, RULER, PROMPTS)  # in the order in which they are done
 DENSE = "dense"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,7 +107,6 @@ def list_tables(summary: Summary) -> list[Table]:
     """Lay out the tables of what was measured."""
     tokens = {"tokens": show("length", "d"), "variant": show("variant", "")}
     density = {"density": show("density", ".3f")}
-    same_answers = {"same answers": show("same", ".0%")}
     quality: Columns = {
         "budget": lambda row: row["budget"] or "-",
         "attention": show("attention_speedup", ".2f", "x"),
@@ -143,8 +141,6 @@ def list_tables(summary: Summary) -> list[Table]:
     text: Columns = {
         "perplexity": show("perplexity", ".4f"),
         "over dense": _format_over_dense,
-        **same_answers,
-        "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
     }
     time: Columns = {
         "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
@@ -152,14 +148,12 @@ def list_tables(summary: Summary) -> list[Table]:
         "vs dense": show("speedup", ".2f", "x"),
         "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
     }
-    compared = [row for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
-    both = group_rows((*summary["perplexity"], *summary["greedy"]), "length", "variant").values()  # in one row
-    held_out = sorted((dict(ChainMap(*reversed(rows))) for rows in both), key=lambda row: int(row["length"]))
+    compared = [row for row in summary["quality"] if {"asked", "kl"} & row.keys()]
     layouts = (
-        ("quality beside dense", compared, tokens | quality | same_answers, "rlr"),
+        ("quality beside dense", compared, tokens | quality, "rlr"),
         ("answers", summary["retrieval"], answers | density, "lrlr"),
         ("RULER", [row for row in summary["ruler"] if "low" in row] or summary["ruler"], of_ruler | density, "lrlr"),
-        ("held-out text", held_out, tokens | text | density, "rlr"),
+        ("held-out text", summary["perplexity"], tokens | text | density, "rlr"),
         ("time to the first token, warm", summary["time"], tokens | time | density, "rlr"),
     )
     return [
@@ -203,8 +197,6 @@ def list_ruler(summary: Summary, profile: Path) -> list[str]:
 
 def _format_over_dense(row: Row) -> str:
     """Format how much higher a perplexity is than dense's."""
-    if "perplexity" not in row:
-        return "-"
     return f"{row['perplexity'] / row['dense_perplexity'] - 1:+.2%}".replace("-0.00%", "+0.00%")
 
 

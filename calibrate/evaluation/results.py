@@ -65,15 +65,14 @@ def summarise(evaluation: Evaluation) -> Summary:
         for variant in compared
         if (value := evaluation.journal.get(task, case.key(variant.identity)))
     ]
-    scores = {"perplexity": _score_perplexity, "agreement": _score_agreement}
-    scores |= {"greedy": _score_greedy, "time": _score_time}
+    scores = {"perplexity": _score_perplexity, "agreement": _score_agreement, "time": _score_time}
     text = {task: _score_groups(results, [task], score) for task, score in scores.items()}
     quality: dict[tuple[int, str], Row] = {  # of each variant, all retrieval tasks together, and the text's results
         (length, variant.name): {"variant": variant.name, "length": length, "budget": variant.budget}
         | {"attention_speedup": variant.attention_speedup(length)}
         for length, variant in product(plan.lengths, compared[1:])
     }
-    for row in (*_score_groups(results, RETRIEVAL, _score_recall), *text["agreement"], *text["greedy"], *text["time"]):
+    for row in (*_score_groups(results, RETRIEVAL, _score_recall), *text["agreement"], *text["time"]):
         joined = quality.get((row["length"], row["variant"]), {})
         joined |= {name: value for name, value in row.items() if joined and name not in OF_ONE_TASK}
     return {
@@ -199,13 +198,6 @@ def _score_agreement(values: list[Row], dense: list[Row]) -> Row:
     sums = [list(map(math.fsum, column)) for column in columns]
     parts = list(map(average, *sums))
     return {"positions": sum(sums[2]), **average(*map(sum, sums)), "parts": parts}
-
-
-def _score_greedy(values: list[Row], dense: list[Row]) -> Row:
-    """Count the greedy answers that are dense's, and their first tokens that are; dense's own row shows rounding."""
-    prefixes, lengths = [value["prefix"] for value in values], [len(value["tokens"]) for value in dense]
-    same = fmean(prefix == length for prefix, length in zip(prefixes, lengths, strict=True))
-    return {"answers": len(values), "same": same, "prefix": fmean(prefixes), "answer_tokens": fmean(lengths)}
 
 
 def _score_time(values: list[Row], dense: list[Row]) -> Row:

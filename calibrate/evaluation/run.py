@@ -24,6 +24,7 @@ from calibrate.model.layers import with_attention
 from calibrate.model.models import LoadedModel
 from calibrate.progress import show_progress
 from calibrate.prompts.prompt import Prompt
+from calibrate.recipe import DEFAULT_LAST_ROWS, LAST_PART
 from calibrate.record import read_record
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
@@ -32,6 +33,7 @@ from s2o_runtime.errors import InputError, ResourceError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import list_attention_modules
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import list_candidate_tiles
 
 if TYPE_CHECKING:
@@ -143,7 +145,10 @@ def _run_baseline(
     if obstacle is not None:
         raise InputError(f"{variant.name} cannot compute {obstacle}: leave this setting out")
     keys = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
-    out, stats = baseline_attention(query, key[:, :, :keys], value[:, :, :keys], baseline, scale=scoring.scale)
+    key, value = key[:, :, :keys], value[:, :, :keys]
+    out, stats = baseline_attention(query, key, value, baseline, scale=scoring.scale)
+    if rows := min(DEFAULT_LAST_ROWS, query.shape[2] // LAST_PART):  # as exact as S2O's, which answer
+        out[:, :, -rows:] = dense_attention(query[:, :, -rows:], key, value, scale=scoring.scale)
     variant.last[module] = stats
     return out.transpose(1, 2).contiguous(), None
 
@@ -194,7 +199,7 @@ def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
                 if not tasks and not is_reference:
                     continue
                 try:
-                    results = run.measure(variant, tasks, is_reference, journal.get("greedy", case.key(dense.identity)))
+                    results = run.measure(variant, tasks, is_reference)
                 except torch.OutOfMemoryError as error:
                     raise ResourceError(
                         f"GPU memory ran out while {variant.name} read {case.length} tokens: use shorter --lengths or "
@@ -218,19 +223,13 @@ class _CaseRun:
         self.positions = score.sample_positions(case.length, rng)
         self.dense_log_probs: Tensor | None = None
 
-    def measure(
-        self, variant: Variant, tasks: Sequence[str], is_reference: bool, dense_answer: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """Return a variant's results by task. Of an `is_reference` run the predictions are kept.
-
-        dense_answer: dense's own greedy result, None before dense has run.
-        """
+    def measure(self, variant: Variant, tasks: Sequence[str], is_reference: bool) -> dict[str, Any]:
+        """Return a variant's results by task. Of an `is_reference` run the predictions are kept."""
         with run_as(self.loaded.model, variant):
             if "time" in tasks:
                 result = score.time_first_token(self.loaded, self.prompt.ids, self.repeats)
                 return {"time": result | collect_run_stats(variant)}
-            decodes = "greedy" in tasks or self.question is not None
-            forward = score.ForwardPass(self.loaded, self.prompt.ids, cache=decodes)
+            forward = score.ForwardPass(self.loaded, self.prompt.ids, cache=self.question is not None)
             if is_reference:
                 self.dense_log_probs = torch.cat(list(forward.log_probs(self.positions)))
             results: dict[str, dict[str, Any]] = {}
@@ -245,9 +244,4 @@ class _CaseRun:
         # behind the variant's prompt, but read with dense attention, as decoding always is
         if self.question is not None:
             results[tasks[0]] = score.score_ruler(self.loaded, forward, self.question)
-        if "greedy" in tasks:
-            if dense_answer is None:
-                results["greedy"] = score.write_answer(self.loaded, forward)
-            else:
-                results["greedy"] = score.count_prefix(forward, dense_answer["tokens"])
         return {task: result | stats for task, result in results.items()}

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -23,7 +23,6 @@ from s2o_runtime.errors import ModelError
 
 BUCKETS = 8  # equal parts of a prompt, by position
 POSITIONS = 512  # of a prompt at which predictions are compared with the dense model's
-ANSWER = 64  # tokens of a greedy answer
 
 
 class ForwardPass:
@@ -42,14 +41,10 @@ class ForwardPass:
         self.cache: Any = outputs.past_key_values if cache else None
 
     @torch.no_grad()
-    def predict(self, tokens: Sequence[int] = ()) -> list[int]:
-        """Return the most likely token after the prompt; with tokens, after each of them behind the cache.
-
-        Tokens are read by the model as it is patched now, and stay in the cache.
-        """
-        hidden = self._read(tokens) if tokens else self.hidden[-1:]
-        most_likely: list[int] = self._logits(hidden[None])[0].argmax(-1).tolist()
-        return most_likely
+    def predict(self, token: int | None = None) -> int:
+        """Return the most likely token after the prompt, or after a token behind the cache, which stays there."""
+        hidden = self.hidden[-1:] if token is None else self._read([token])
+        return int(self._logits(hidden[None])[0, 0].argmax())
 
     @torch.no_grad()
     def score_answer(self, answer: Sequence[int]) -> float:
@@ -111,52 +106,25 @@ def sum_negative_log_likelihood(forward: ForwardPass) -> dict[str, Any]:
     return {"nll": -float(log_probs.sum()), "tokens": len(log_probs)}
 
 
-def write_answer(loaded: LoadedModel, forward: ForwardPass) -> dict[str, Any]:
-    """Write the model's own greedy answer behind a prompt, one token after another; the cache is used up.
-
-    tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: what `count_prefix` counts for this same
-    model: fewer only because the answer is read at once there, and rounded otherwise.
-    """
-    unused = copy.deepcopy(forward.cache)
-    tokens = decode_tokens(loaded, forward, ANSWER)
-    forward.cache = unused
-    return {"tokens": tokens, **count_prefix(forward, tokens)}
-
-
-def decode_tokens(
-    loaded: LoadedModel, forward: ForwardPass, most: int, is_done: Callable[[list[int]], bool] = lambda tokens: False
-) -> list[int]:
-    """Decode greedily behind a prompt: `most` tokens, or fewer if the model ends its answer or `is_done` says so."""
-    end = getattr(loaded.model.generation_config, "eos_token_id", None)
-    ends = {end} if isinstance(end, int) else set(end or ())
-    tokens = forward.predict()
-    while len(tokens) < most and tokens[-1] not in ends and not is_done(tokens):
-        tokens += forward.predict(tokens[-1:])
-    return tokens
-
-
 def score_ruler(loaded: LoadedModel, forward: ForwardPass, question: RulerQuestion) -> dict[str, Any]:
-    """Score what a model writes behind a prompt by RULER's metric, and the right answer; the cache is used up."""
+    """Score what a model writes greedily behind a prompt by RULER's metric, and the right answer's log-likelihood.
+
+    The cache is used up. log_likelihood: in nats, of `answer_tokens` tokens.
+    """
     unused = copy.deepcopy(forward.cache)
     log_likelihood = forward.score_answer(question.answer)
     forward.cache = unused
-
-    def write(tokens: list[int]) -> str:
-        text: str = loaded.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
-    # the metric looks for words anywhere in the text: once all are there, what follows cannot change it
-    text = write(decode_tokens(loaded, forward, question.most, lambda tokens: question.score(write(tokens)) == 1))
-    score = {"score": question.score(text), "text": text}
-    return score | {"log_likelihood": log_likelihood, "answer_tokens": len(question.answer)}
-
-
-def count_prefix(forward: ForwardPass, answer: Sequence[int]) -> dict[str, Any]:
-    """Count the first tokens of an answer that the model would write too, behind its own cache, which is used up."""
-    # greedy decoding follows an answer while each token is the most likely one after those before it: one pass tells
-    own = forward.predict() + (forward.predict(answer[:-1]) if answer[1:] else [])
-    alike = [token == expected for token, expected in zip(own, answer, strict=True)]
-    return {"prefix": [*alike, False].index(False)}
+    end = getattr(loaded.model.generation_config, "eos_token_id", None)
+    ends = {end} if isinstance(end, int) else set(end or ())
+    tokens = [forward.predict()]
+    while True:
+        text = loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+        score = question.score(text)
+        # the metric looks for words anywhere in the text: once all are there, what follows cannot change it
+        if score == 1 or len(tokens) == question.most or tokens[-1] in ends:
+            break
+        tokens.append(forward.predict(tokens[-1]))
+    return {"score": score, "text": text, "log_likelihood": log_likelihood, "answer_tokens": len(question.answer)}
 
 
 def sample_positions(length: int, rng: random.Random) -> Tensor:

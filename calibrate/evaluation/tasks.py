@@ -27,7 +27,6 @@ from calibrate.prompts.retrieval import FACTS, Retrieval, encode, get_start_toke
 from s2o_runtime.errors import InputError
 
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
-SUMMARY = "\n\n# What the sources above do, in a few sentences:\n#"  # ends held-out text: what follows is an answer
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequen
         retrieval = _hide_facts(case, plan, tokenizer)
         _check_length(task, case.length, retrieval.count_fewest_tokens(len(get_start_tokens(tokenizer))))
         return hide_in_documents(tokenizer, sources, case.length, retrieval, ""), retrieval.asked
-    end = encode(tokenizer, SUMMARY) if task in TEXT else []
-    return Prompt(torch.tensor(take_first_tokens(tokenizer, sources, case.length - len(end)) + end)), []
+    return Prompt(torch.tensor(take_first_tokens(tokenizer, sources, case.length))), []
 
 
 def ask_ruler(case: Case, plan: EvaluationPlan, tokenizer: Any) -> ruler.RulerQuestion | None:

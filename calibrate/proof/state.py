@@ -25,6 +25,10 @@ from s2o_runtime.profile import Profile
 LengthAndLayer = tuple[int, int]
 
 TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
+ANSWER_METHOD = (
+    "means: Student's bounds over groups of text, kinds in equal parts, lengths share the risk; prompts above ten "
+    "times the budget, and retrieval: Clopper-Pearson"
+)
 METHOD = (
     "means: Student's bounds over groups of text, kinds in equal parts, all within their limits at once; prompts: "
     "groups of text within one joint limit; looks share the risk; retrieval: Clopper-Pearson"
@@ -199,7 +203,11 @@ def make_record(prompts: PromptSet, proven: Candidate) -> Record:
     Times are recorded only where they were the objective, on a GPU: without them the same inputs give the same bytes.
     """
     recipe, on_gpu = proven.recipe, proven.device.kind == "cuda"
-    certificate = Certificate(confidence=CONFIDENCE, method=METHOD, lengths=tuple(proven.certificates.values()))
+    certificate = Certificate(
+        confidence=CONFIDENCE,
+        method=ANSWER_METHOD if recipe.budget.kind == "kl" else METHOD,
+        lengths=tuple(proven.certificates.values()),
+    )
     held_out = tuple(
         ProvenLength(
             length=length,

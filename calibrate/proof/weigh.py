@@ -37,6 +37,7 @@ TARGET = 0.9  # of the budget: where the certificate's bound is to come out
 MIN_WEIGHT = 1e-6  # of the mean head's: a head that moves no answer may err as much as any may
 KNEE = 0.1  # of the mean layer's weight: behind it single rows are not guarded, because no answer reads them
 MIN_REL_MSE = 1e-5  # the least limit of a layer
+LIMIT_ROOM = 2.0  # times what a layer is predicted to err: the limit that other text and each eighth are held to
 NO_CHANGE_WITHIN = 1.05  # a scale that is off by no more than this factor stays as it is
 KL_FOR_ERROR = 0.8  # a KL of answers grows roughly with this power of all layers' errors
 MAX_STEP = 3.0  # times as much, or as little, in one change of the scale
@@ -148,7 +149,7 @@ def _divide_budget(
     log.info("%d tokens: predicted KL of answers %s, measured %s: %.1e is spent", length, predicted, measured, spent)
     return [
         LayerBudget(
-            limit=min(max(allocation.mse / power / recipe.margin, MIN_REL_MSE), MAX_REL_MSE / recipe.margin),
+            limit=min(max(LIMIT_ROOM * allocation.mse / power, MIN_REL_MSE), MAX_REL_MSE),
             mse=of_layer.mean(allocation),
             constraints=of_constraints,
             weights=of_layer,
@@ -215,7 +216,7 @@ def scale_to_answers(prover: Prover, prompts: Prompts, candidate: Candidate) -> 
             continue
         for layer in range(candidate.geometry.layers):
             candidate = candidate.with_share(layer, length, times)
-        limits = [min(times * limit, MAX_REL_MSE / recipe.margin) for limit in candidate.chosen[length].limits]
+        limits = [min(times * limit, MAX_REL_MSE) for limit in candidate.chosen[length].limits]
         chosen = {**candidate.chosen, length: replace(candidate.chosen[length], limits=limits)}
         candidate = replace(candidate, chosen=chosen)
     return candidate

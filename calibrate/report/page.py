@@ -123,19 +123,21 @@ def render_card(profile: Profile, file: str, origin: str = "", tasks: Sequence[s
 
     origin: whose weights its model has. tasks: sentences on what an evaluation of it found.
     """
-    return _render_markdown("card.j2", **_list_card_names(profile, file, origin, tasks), layer_tables=(), pictures={})
+    return _render_markdown(
+        "card.j2", **_list_card_names(profile, file, origin), tasks=tasks, layer_tables=(), pictures={}
+    )
 
 
 def render_html_card(profile: Profile, file: str, tasks: Sequence[str] = ()) -> tuple[str, str]:
     """Return the card in HTML with what every layer does, and why it has no picture, empty if it has."""
     picture, failure = figures.try_drawing(lambda: figures.draw_tau_svg(profile))
     layer_tables = [_make_layer_table(profile, length) for length in profile.lengths]
-    names = _list_card_names(profile, file, "", tasks)
-    names |= {"captions": {"tau": figures.CAPTION}, "layer_tables": layer_tables}
+    names = _list_card_names(profile, file)
+    names |= {"tasks": tasks, "captions": {"tau": figures.CAPTION}, "layer_tables": layer_tables}
     return _render_html("card.j2", **names, pictures={} if picture is None else {"tau": picture}), failure
 
 
-def _list_card_names(profile: Profile, file: str, origin: str, tasks: Sequence[str]) -> dict[str, Any]:
+def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
     """Return the names of card.j2 that both forms have."""
     record, summed = read_record(profile), summarise_profile(profile)
     columns = sections.COLUMNS | {"prefill": sections.show("prefill_speedup", ".2f", "x")}
@@ -143,7 +145,6 @@ def _list_card_names(profile: Profile, file: str, origin: str, tasks: Sequence[s
         "title": f"S2O profile of {profile.model_name}",
         "summary": summed,
         "origin": origin,
-        "tasks": tasks,
         "record": record,
         "recipe": record.recipe or {},
         "sections": sections,

@@ -113,6 +113,11 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
         "other kinds, masks that are not causal"
     )
     data = {"lengths": [{"length": length, "layers": layers} for length, layers in runs.items()]}
+    if profile.reads == "answers":
+        dense += ", what reads more than a prompt's last rows (logits of all, a loss, hidden states, prompt logprobs)"
+        findings.append(
+            Finding("last layer", "in a server, only rows that are read, unless a draft or a scale needs all")
+        )
     return Section("profile", [*findings, Finding("dense too", dense)], data)
 
 
@@ -154,8 +159,8 @@ def _check_proof(profile: Profile) -> list[Finding]:
     text, budget, proof = "no budget is recorded", read_budget(record), record.get("proof")
     if budget.value is not None:
         ceiling = "" if budget.ceiling is None else f" and rel_mse {budget.ceiling:g}"
-        held = "answers" if budget.kind == "kl" else "every layer"
-        text = f"{budget.kind} {budget.value:g}{ceiling} for {held}"
+        where = "at the rows that answer" if profile.reads == "answers" else "for every layer"
+        text = f"{budget.kind} {budget.value:g}{ceiling} {where}"
     text += f", {proof if isinstance(proof, str) else 'not proven'}"
     counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
     advice = "" if counts else "nothing is certified: s2o-calibrate certifies by default"

@@ -18,6 +18,7 @@ from ..attention.backend import Backend
 from ..attention.paged import gather_keys, s2o_attention_paged
 from ..call import Scoring
 from ..config import LayerConfig
+from ..dense_reason import DenseReason
 from ..errors import S2OError
 from ..lengths import find_nearest
 from ..monitor.counters import Counters
@@ -61,7 +62,7 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
     if slices and not layer.tested:
         slices, dense_rows = (), {UNTESTED: rows}
     for reason, count in dense_rows.items():
-        counters.add(call.number, "dense", reason, count)
+        counters.add(call.number, "s2o" if reason is DenseReason.UNREAD else "dense", reason, count)
     counters.log_summary()
     if not slices:
         answer = counters.call_stock(call.number, device, call.run_stock)
@@ -71,7 +72,9 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
     pages = call.read_pages()
     answer, out = call.make_output()
     for span in slices:
-        if span.is_sparse:
+        if span.is_zero:
+            out[span.rows].zero_()
+        elif span.is_sparse:
             _compute(call, batch, layer, span, pages, out, counters)
         elif span.begin < span.end:
             counters.call_stock(call.number, device, call.run_stock_slice, span, out[span.rows])

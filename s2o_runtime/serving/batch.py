@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..dense_reason import DenseReason
 from ..lengths import find_nearest, round_up_length
 from ..sequences import make_packed_starts
 from .fit import RankProfile, Request, ServedLayer
@@ -31,23 +32,26 @@ class SplitRequests:
         cls,
         starts: Sequence[int],
         lengths: Sequence[int],
-        adapters: Sequence[bool] = (),
-        count_last_rows: Callable[[int, int], int] = lambda queries, keys: 0,
+        own_reasons: Sequence[DenseReason | None] = (),
+        count_left: Callable[[int, int], int | None] = lambda queries, keys: None,
+        count_last_rows: Callable[[int, int, int | None], int] = lambda queries, keys, left: 0,
     ) -> SplitRequests:
-        """Take the last rows of N server's requests, of which `count_last_rows(queries, keys)` are, apart.
+        """Take the last rows of N server's requests apart.
 
         starts: N + 1 positions, the first row of each request, and the end; lengths: N numbers of keys, those of the
-        queries included; adapters: whether each request has a LoRA adapter, empty if none has.
+        queries included; own_reasons: `Request.own_reason` of each, empty if none has one; count_left: counts the
+        tokens of a request's prompt behind its queries, None if unknown; count_last_rows: as `RankProfile` has it.
         """
         split: list[tuple[int, int, Request, int, int]] = []
         for index, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
-            has_adapter = bool(adapters) and adapters[index]
-            last = count_last_rows(end - begin, keys) if end > begin else 0
-            first = end - begin - last
+            reason = own_reasons[index] if own_reasons else None
+            left = count_left(end - begin, keys) if end > begin else None
+            last = count_last_rows(end - begin, keys, left) if end > begin else 0
+            first, is_unread = end - begin - last, left is not None and left + last > 0
             if first or not last:
-                split.append((index, begin, Request(first, keys - last, has_adapter), 0, last))
+                split.append((index, begin, Request(first, keys - last, reason, False, is_unread), 0, last))
             if last:
-                split.append((index, begin + first, Request(last, keys, has_adapter, True), first, 0))
+                split.append((index, begin + first, Request(last, keys, reason, True), first, 0))
         indices, first_rows, requests, earlier, later = zip(*split, strict=True) if split else ((),) * 5
         return cls(indices, [*first_rows, starts[-1]], requests, earlier, later)
 
@@ -62,6 +66,9 @@ class SplitRequests:
         return [request.queries for request in self.requests], [request.keys for request in self.requests]
 
 
+ZEROS = -1  # in place of a slice's bucket
+
+
 class BatchSlice(NamedTuple):
     """Neighbouring requests that are computed by one call."""
 
@@ -69,7 +76,7 @@ class BatchSlice(NamedTuple):
     last: int
     begin: int  # their query rows `begin .. end - 1`
     end: int
-    bucket: int | None  # the index of the profile's that all share; None for the stock backend's
+    bucket: int | None  # the index of the profile's that all share; None for the stock backend's, or ZEROS
     max_q: int  # queries and keys of the longest
     max_k: int
     total_k: int  # keys of all
@@ -77,7 +84,12 @@ class BatchSlice(NamedTuple):
     @property
     def is_sparse(self) -> bool:
         """True if S2O computes the slice."""
-        return self.bucket is not None
+        return self.bucket is not None and not self.is_zero
+
+    @property
+    def is_zero(self) -> bool:
+        """True if nothing reads the slice, and zeros are its output."""
+        return self.bucket == ZEROS
 
     @property
     def rows(self) -> slice:
@@ -93,8 +105,8 @@ class BatchSlice(NamedTuple):
 class BatchPlan(NamedTuple):
     """The slices of one batch in one layer."""
 
-    slices: tuple[BatchSlice, ...]  # in order, together all of its requests; none where S2O computes no row
-    dense_rows: Mapping[str, int]  # query rows that the stock backend computes, by reason
+    slices: tuple[BatchSlice, ...]  # in order, together all of its requests; none where the stock backend has all rows
+    dense_rows: Mapping[str, int]  # query rows that S2O does not compute, by reason
 
 
 def plan_batch(
@@ -114,7 +126,9 @@ def plan_batch(
         reason = dense_reason(request) if request.queries > 0 else ""  # without queries: of a CUDA graph's padding
         if reason:
             dense_rows[reason] += request.queries
-        own_bucket = find_nearest(lengths, request.keys) if reason is None else None
+        own_bucket = ZEROS if reason is DenseReason.UNREAD else None
+        if reason is None:
+            own_bucket = find_nearest(lengths, request.keys)
         if index > first and (own_bucket != bucket or (bucket is not None and total_k + request.keys > max_keys)):
             slices.append(BatchSlice(first, index, starts[first], starts[index], bucket, max_q, max_k, total_k))
             first, max_q, max_k, total_k = index, 0, 0, 0
@@ -122,7 +136,7 @@ def plan_batch(
         max_q, max_k, total_k = max(max_q, request.queries), max(max_k, request.keys), total_k + request.keys
     if split.requests:
         slices.append(BatchSlice(first, len(split.requests), starts[first], starts[-1], bucket, max_q, max_k, total_k))
-    return BatchPlan(tuple(slices) if any(span.is_sparse for span in slices) else (), dense_rows)
+    return BatchPlan(tuple(slices) if any(span.bucket is not None for span in slices) else (), dense_rows)
 
 
 def make_call(span: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> dict[str, Any]:

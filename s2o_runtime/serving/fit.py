@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ COMPARED = "weights compared"  # what `check_model` answers, with "config not co
 STRICT = ANOTHER, UNSEEN, UNKNOWN = "another function", "weights not compared", "config not compared"
 PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")  # of the types that queries have
 FP8_CACHES = ("fp8", "fp8_e4m3", "float8_e4m3fn")
+WEIGHTS_ONLY = ("awq", "bitsandbytes", "gguf", "gptq", "mxfp4")  # quantisations that leave activations as they are
 NOT_IN_PROFILE = "the layer is none of the profile's"
 
 log = logging.getLogger("s2o_runtime")
@@ -45,8 +46,9 @@ class Request(NamedTuple):
 
     queries: int  # new tokens
     keys: int  # all tokens so far
-    has_adapter: bool = False  # a LoRA adapter, or it may have one
+    own_reason: DenseReason | None = None  # why the stock backend computes it in every layer, whatever its sizes
     is_last_rows: bool = False  # a prompt's last ones, which are dense (`LayerConfig.last_rows`)
+    is_unread: bool = False  # no row of it is the last of a prompt, of which alone the next token is read
 
 
 @dataclass(eq=False)
@@ -64,6 +66,7 @@ class ServedLayer:
     ends_known: bool = True  # calls hold the ends of their prompts, so last rows are dense (`LayerConfig.last_rows`)
     configs: dict[LayerConfig, LayerConfig] = field(default_factory=dict)  # this process's, by the whole layer's
     tested: bool = False  # a server's self-test has looked at the layer, which is dense before
+    skips_unread: bool = False  # rows that nothing reads are zeros, as no layer comes behind this one
     limits: int = 0  # equal for layers between whose settings `RankProfile.dense_reason` tells no difference
 
     def config(self, keys: int) -> LayerConfig:
@@ -88,7 +91,7 @@ class ServedLayer:
     @property
     def plan_key(self) -> object:
         """A value that is equal for layers which leave the same requests to the stock backend."""
-        return self.limits, self.dense_verdict
+        return self.limits, self.dense_verdict, self.skips_unread
 
     def refuse(self, reason: str) -> None:
         """Leave the layer to the stock backend from now on, and log why."""
@@ -153,7 +156,7 @@ class RankProfile:
     """A profile on one rank of a server: what it can run on the device, and the reason why nothing of it can, if so.
 
     Attributes:
-        made_for: the type of the KV cache that the profile was made for.
+        made_for: the type of the KV cache that the profile was made for; reads: the rows that its budget is about.
         obstacle: the reason why no request runs it, whatever its length; None if some may.
         heads, kv_heads: of the model, those that this rank holds.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
@@ -174,7 +177,7 @@ class RankProfile:
         row_weights: int = 0,
     ) -> None:
         self.profile, self.rejected = adapt_to_device(profile, device)
-        self.made_for = profile.kv_cache_dtype
+        self.made_for, self.reads = profile.kv_cache_dtype, profile.reads
         self.max_length = get_longest_trusted(profile) if beyond == "dense" else None
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
@@ -216,14 +219,14 @@ class RankProfile:
             return None
         if reason := layer.find_own_reason(request.keys):
             return reason
+        if layer.skips_unread and request.is_unread and request.own_reason is None:
+            return DenseReason.UNREAD
         config = layer.config(request.keys)
         if self.capability != NO_GPU and (obstacle := find_tile_obstacle(config.tile, head_dim, self.capability)):
             return obstacle  # a CPU runs the reference, which takes any tile
         if reason := find_dense_reason(config, shape, self.capability):
             return reason
-        if request.has_adapter:
-            return DenseReason.ADAPTER
-        return DenseReason.LAST_ROWS if request.is_last_rows else None
+        return request.own_reason or (DenseReason.LAST_ROWS if request.is_last_rows else None)
 
     def batch_reason(self, largest: Request) -> str | None:
         """Return the reason why the stock backend computes a batch as a whole; None if S2O may have a part in it.
@@ -243,6 +246,17 @@ class RankProfile:
             return 0
         return max(0, min(queries, self._last_rows[find_nearest(self.profile.lengths, keys)] - left))
 
+    def skip_unread_rows(self) -> bool:
+        """Let the model's last layer compute no rows that nothing reads; return False if that may change others.
+
+        A budget of all rows is about them, and a layer of another kind may be the last one.
+        """
+        row = self.profile.geometry.find_row(self.profile.geometry.decoder_layers - 1)
+        if row is None or self.reads == "all":
+            return False
+        self.layers[row].skips_unread = True
+        return True
+
     def find_layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ServedLayer | str:
         """Return a decoder layer of the served model by its number, or the reason why it has no profile."""
         if self.obstacle is not None:
@@ -258,7 +272,7 @@ class RankProfile:
 class NoProfile(RankProfile):
     """The stand-in where no profile was found: every request is the stock backend's, for this reason."""
 
-    made_for = "auto"
+    made_for, reads = "auto", "all"
 
     def __init__(self, obstacle: str, decode_queries: int) -> None:
         self.obstacle, self.decode_queries, self.layers = obstacle, decode_queries, ()
@@ -300,6 +314,22 @@ def find_scales_obstacle(*scales: float | Tensor | None) -> str | None:
         if not bool((numbers == 1).all()):
             return f"the fp8 cache has scales up to {float(numbers.max()):g}, the profile was made for 1"
     return None
+
+
+def find_shared_scale(config: Any, method: str | None) -> str | None:
+    """Return the reason that rows of a layer may be rounded with one scale for all, so that zeros move others; or None.
+
+    config: the model's transformers configuration; method: its quantisation as the server calls it, None for none.
+    """
+    described = getattr(config, "quantization_config", None) or {}
+    described = described if isinstance(described, Mapping) else described.to_dict()
+    method = described.get("quant_method") or method
+    groups = [group.get("input_activations") or {} for group in described.get("config_groups", {}).values()]
+    by_row = method == "fp8" and described.get("weight_block_size") is not None
+    by_row |= bool(groups) and all(group.get("strategy", "token") in ("token", "group") for group in groups)
+    if method is None or method in WEIGHTS_ONLY or by_row:
+        return None
+    return f"activations may be rounded with one scale for all rows ({method})"
 
 
 def log_obstacle(obstacle: str | None) -> str | None:

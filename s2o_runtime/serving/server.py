@@ -20,6 +20,7 @@ from ..attention.api import s2o_attention_varlen
 from ..attention.paged import IN_PLACE_ELEMENTS, gather_keys, s2o_attention_paged
 from ..attention.warmup import SEGMENTS, THREADS, split_calls
 from ..config import LayerConfig
+from ..dense_reason import DenseReason
 from ..errors import ConfigError, ModelError, ProfileError, S2OError
 from ..fields import DURATION, Rule, get_rules, validated_field
 from ..monitor.counters import EARLY, Counters, serve_metrics
@@ -77,6 +78,7 @@ class Settings:
         return settings
 
 
+BLIND_DRAFTERS = ("draft_model", "ngram", "ngram_gpu", "standalone", "suffix")  # which read no hidden states
 HOST_FLOPS = 1.2e12  # of a request in a dense layer, 2 ms of an H100: for less, what S2O takes of the host may decide
 CACHE_SHARE = 0.9  # of the GPU's memory, at most
 RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
@@ -108,6 +110,9 @@ class ServerContext:
     process: Process = Process()
     kv_cache_dtype: str = "auto"  # which it also is where layers differ
     obstacle: str | None = None  # another reason, known at start, why no layer will run S2O
+    reads_all: DenseReason | None = None  # the same, under a budget of answers
+    quantisation: str | None = None  # of the model, as the server calls it
+    drafter: str | None = None  # the method of speculative decoding
 
 
 @contextmanager
@@ -131,6 +136,8 @@ class Server:
     def __init__(self, settings: Settings, context: ServerContext) -> None:
         self.fit, source = _load_fit(settings, context)
         cache = fit.find_cache_obstacle(context.kv_cache_dtype, self.fit.made_for)
+        if self.fit.reads == "answers" and self.fit.obstacle is None:
+            self.fit.obstacle = context.reads_all
         self.obstacle = self.fit.obstacle or context.obstacle or cache
         self.max_keys = context.max_keys
         self.counters = Counters(settings.log_every)
@@ -148,6 +155,21 @@ class Server:
                 )  # fmt: skip
         self._reserved_rows = 0
         self._log_start(context, source)
+        if self.fit.reads == "answers" and not self.obstacle:
+            self._skip_unread_rows(context)
+
+    def _skip_unread_rows(self, context: ServerContext) -> None:
+        """Let the last layer compute no rows that nothing reads, unless something does; log it with the rest."""
+        drafts = context.drafter is not None and context.drafter not in BLIND_DRAFTERS
+        needed = f"the drafter {context.drafter} may read hidden states" if drafts else None
+        needed = needed or fit.find_shared_scale(context.model_config, context.quantisation)
+        if needed is None and not self.fit.skip_unread_rows():
+            needed = "it is of another kind"
+        log.info(
+            "S2O: the profile's budget is of answers: requests for prompt log-probabilities, scores, embeddings or "
+            "hidden states are dense, and the model's last layer computes %s",
+            "only rows that are read" if needed is None else f"all rows: {needed}",
+        )
 
     def _check_drift(self, settings: Settings, rank: Rank) -> None:
         """Give the layers their drift monitors, which check every sampled call."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -17,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dense_reason import DenseReason
 from ..serving import fit
 from ..serving.attend import LayerCall, attend
 from ..serving.batch import Batch, BatchSlice, SplitRequests
 from ..serving.fit import Request, ServedLayer
 from ..serving.server import Server
 from .compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
+
+FAR = 1 << 40  # tokens, more than any last rows
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,11 @@ class _Backend:
     def _find_batch_reason(self, forward_batch: Any) -> str | None:
         """Return the reason why the stock backend computes a batch as a whole, by its sizes and ranks, or None."""
         new, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-        largest = Request(int(max(new, default=0)), int(max(map(add, new, cached), default=0)))
-        if reason := self.s2o_api.server.fit.batch_reason(largest):
+        largest, fit = (
+            Request(int(max(new, default=0)), int(max(map(add, new, cached), default=0))),
+            self.s2o_api.server.fit,
+        )
+        if reason := fit.batch_reason(largest) or (find_reader(forward_batch) if fit.reads == "answers" else None):
             return reason
         return "the context is shared by several ranks" if self.s2o_api.is_split(forward_batch) else None
 
@@ -184,6 +189,15 @@ def find_attention_obstacle(layer: Any) -> str | None:
     return "the scores are scaled by their position" if layer.xai_temperature_len > 0 else None
 
 
+def find_reader(source: Any) -> DenseReason | None:
+    """Return why hidden states of more than last rows are read of a ForwardBatch; None if they are not."""
+    if source.token_indices_to_pool is not None:
+        return DenseReason.POOLING
+    # a drafter captures them too, which costs it guesses, not answers
+    drafts = source.spec_algorithm is not None and source.spec_algorithm.is_speculative()
+    return DenseReason.HIDDEN_STATES if not drafts and source.capture_hidden_mode.is_full() else None
+
+
 class SglangBatch(Batch):
     """A ForwardBatch of prompts, some of which S2O may compute.
 
@@ -194,11 +208,21 @@ class SglangBatch(Batch):
     def __init__(self, source: Any, req_to_token: Tensor, build_part: Callable[[Any], Any], server: Server) -> None:
         queries = [int(count) for count in source.extend_seq_lens_cpu]
         lengths = [int(prefix) + count for prefix, count in zip(source.extend_prefix_lens_cpu, queries, strict=True)]
-        adapters = [adapter is not None for adapter in getattr(source, "lora_ids", None) or ()]
-        # SGLang says whether prompts end in a batch, not which of them
-        left = 0 if getattr(source, "contains_last_prefill_chunk", False) else None
-        count_last_rows = partial(server.fit.count_last_rows, left=left)
-        split = SplitRequests.from_batch([0, *accumulate(queries)], lengths, adapters, count_last_rows)
+        adapters: list[str | None] = getattr(source, "lora_ids", None) or [None] * len(queries)
+        # the rows whose logits are taken for log-probabilities; one is the last, as for all requests
+        starts = (
+            server.fit.reads == "answers" and source.return_logprob and source.extend_logprob_start_lens_cpu
+        ) or queries
+        own_reasons = [
+            DenseReason.ADAPTER if adapter else DenseReason.PROMPT_LOGPROBS if count - start > 1 else None
+            for adapter, count, start in zip(adapters, queries, starts, strict=True)
+        ]
+        # SGLang says whether prompts end in a batch, not which of them; with none, all go on behind any last rows
+        ended = getattr(source, "contains_last_prefill_chunk", None)
+        left = None if ended is None else 0 if ended else FAR
+        split = SplitRequests.from_batch(
+            [0, *accumulate(queries)], lengths, own_reasons, lambda queries, keys: left, server.fit.count_last_rows
+        )
         self._batch = batch = source if split.are_whole else split_batch(source, split)
         super().__init__(
             split, server.fit, server.max_keys, lambda span: build_part(slice_batch(batch, split.requests, span))

@@ -44,6 +44,10 @@ LAYER = {
     "layer_id", "tp_q_head_num", "tp_k_head_num", "qk_head_dim", "v_head_dim", "scaling", "logit_cap",
     "sliding_window_size", "is_cross_attention", "attn_type", "use_irope", "xai_temperature_len", "k_scale", "v_scale",
 }  # fmt: skip
+# and those that say what is read of a batch
+READERS = {
+    "capture_hidden_mode", "extend_logprob_start_lens_cpu", "return_logprob", "spec_algorithm", "token_indices_to_pool",
+}  # fmt: skip
 NEEDED = {*OF_REQUESTS, *OF_TOKENS, *COUNTS, "forward_mode"}
 
 
@@ -88,7 +92,7 @@ class SglangInterface(ServerInterface):
         if unknown := set(self.reads) - NEEDED - SHARED - set(WHOLE_ONLY):
             return f"its FlashAttention reads {', '.join(sorted(unknown))} of a batch, which S2O does not know"
         for owner, names, needed in (
-            ("ForwardBatch", self.batch, NEEDED),
+            ("ForwardBatch", self.batch, NEEDED | READERS),
             ("ForwardMode", self.modes, set(PROMPTS)),
             ("RadixAttention", self.layer, LAYER),
         ):

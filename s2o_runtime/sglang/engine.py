@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..dense_reason import DenseReason
 from ..errors import ConfigError, ResourceError
 from ..serving.checkpoint import find_local_folder
 from ..serving.fit import Rank
@@ -101,6 +102,9 @@ def make_api(runner: Any) -> SglangApi:
             process=_find_process(parallel),
             kv_cache_dtype=kv_cache_dtype,
             obstacle=obstacle,
+            reads_all=_find_reader(runner),
+            quantisation=model.quantization,
+            drafter=None if runner.spec_algorithm.is_none() else runner.spec_algorithm.name.lower(),
         ),
     )
     _reserve(server, runner, get_schedule())
@@ -142,6 +146,15 @@ def _find_obstacle(runner: Any) -> str | None:
     if type(pool) is not MHATokenToKVPool or pool.get_key_buffer(pool.start_layer).ndim != 3:
         return f"the KV cache is a {type(pool).__name__}, not one of plain rows"
     return None
+
+
+def _find_reader(runner: Any) -> DenseReason | None:
+    """Return why hidden states of more than last rows are read of every request of a model runner; None if not."""
+    if not runner.is_generation:
+        return DenseReason.POOLING
+    arguments = runner.server_args
+    is_full = arguments.enable_return_hidden_states or arguments.return_hidden_states_mode == "full"
+    return DenseReason.HIDDEN_STATES if is_full else None
 
 
 def _reserve(server: Server, runner: Any, schedule: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dense_reason import DenseReason
 from ..errors import InputError
 from ..sequences import FP8_TYPES, find_page_obstacle
 from ..serving import fit
@@ -50,7 +51,7 @@ class VllmApi:
     get_server: Callable[[], Server]  # which is made when the first layer is
     get_layer_index: Callable[[str], int]  # in the whole model, by a layer's name
     count_left: Callable[[int, int], int | None]  # tokens of its prompt behind a request of so many queries and keys
-    has_adapter: Callable[[int, int], bool] = lambda queries, keys: False  # a LoRA adapter, or it may have one
+    find_reason: Callable[[int, int], DenseReason | None] = lambda queries, keys: None  # `Request.own_reason`
 
     def get_layer_number(self, name: str) -> int:
         """Return a layer's number, by its name in the model; -1 for a part that is no decoder."""
@@ -121,7 +122,7 @@ class _Builder:
             return self._leave(metadata, reason)
         # fast: no schedule in buffers that the whole batch's metadata uses
         build_part = partial(stock_build, 0, fast_build=True)
-        batch = VllmBatch(common, build_part, server, self.s2o_api.count_left, self.s2o_api.has_adapter)
+        batch = VllmBatch(common, build_part, server, self.s2o_api.count_left, self.s2o_api.find_reason)
         setattr(metadata, BATCH, batch)
         return metadata
 
@@ -235,7 +236,7 @@ class _Implementation:
 class VllmBatch(Batch):
     """One batch, as a metadata builder was given it in vLLM's `CommonAttentionMetadata`.
 
-    build: makes the stock backend's metadata of a part of it; count_left, has_adapter: those of `VllmApi`.
+    build: makes the stock backend's metadata of a part of it; count_left, find_reason: those of `VllmApi`.
     """
 
     def __init__(
@@ -244,16 +245,13 @@ class VllmBatch(Batch):
         build: Callable[[Any], Any],
         server: Server,
         count_left: Callable[[int, int], int | None],
-        has_adapter: Callable[[int, int], bool],
+        find_reason: Callable[[int, int], DenseReason | None],
     ) -> None:
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         lengths = read_lengths(common)[: common.num_reqs].tolist()
         queries = [end - begin for begin, end in pairwise(starts)]
-
-        def count_last_rows(queries: int, keys: int) -> int:
-            return server.fit.count_last_rows(queries, keys, count_left(queries, keys))
-
-        split = SplitRequests.from_batch(starts, lengths, list(map(has_adapter, queries, lengths)), count_last_rows)
+        reasons = list(map(find_reason, queries, lengths))
+        split = SplitRequests.from_batch(starts, lengths, reasons, count_left, server.fit.count_last_rows)
         self._common = common if split.are_whole else split_batch(common, split)
         self._build = build
         super().__init__(split, server.fit, server.max_keys, lambda span: build(slice_batch(self._common, span)))

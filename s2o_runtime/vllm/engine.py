@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..dense_reason import DenseReason
+from ..profile.record import Reads
 from ..sequences import find_page_obstacle
 from ..serving.checkpoint import find_local_folder
 from ..serving.fit import Rank
@@ -23,16 +25,18 @@ log = logging.getLogger("s2o_runtime")
 class Prompts:
     """The prompts that a worker has not read to their end, and their sizes in the current step.
 
-    vLLM tells its workers where prompts end and which requests have LoRA adapters, not its backends.
+    vLLM tells its workers where prompts end, which requests have LoRA adapters and what is read of them, not its
+    backends.
     """
 
     has_lora = False  # whether the server lets requests have adapters
+    reads: Reads = "all"  # what the profile's budget is about
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self._left: dict[tuple[int, int], int] = {}
-        self._adapters: set[str] = set()  # requests that have one
-        self._by_adapter: dict[tuple[int, int], bool] = {}
+        self._reasons: dict[str, DenseReason] = {}  # of requests that have one
+        self._by_sizes: dict[tuple[int, int], DenseReason | None] = {}  # in the current step
         self._unknown = False
         self._watched: set[type] = set()
 
@@ -53,7 +57,7 @@ class Prompts:
 
     def observe(self, step: Any) -> None:
         """Take in a step, vLLM's `SchedulerOutput`; from one that is not understood on, no prompt is known to end."""
-        self._left, self._by_adapter = {}, {}
+        self._left, self._by_sizes = {}, {}
         if self._unknown:
             return
         try:
@@ -65,13 +69,13 @@ class Prompts:
     def _read(self, step: Any) -> None:
         for request in step.finished_req_ids:
             self._lengths.pop(request, None)
-            self._adapters.discard(request)
+            self._reasons.pop(request, None)
         for new in step.scheduled_new_reqs:
             # vLLM's runner V2 has a preempted request here again, with what it has written
             prompt = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             self._lengths[new.req_id] = len(new.prompt_embeds if prompt is None else prompt)
-            if self.has_lora and new.lora_request is not None:
-                self._adapters.add(new.req_id)
+            if reason := self._find_own_reason(new):
+                self._reasons[new.req_id] = reason
         running = step.scheduled_cached_reqs
         for request in running.resumed_req_ids:  # what it has written so far is read again, as a part of its prompt
             if request in running.all_token_ids:
@@ -88,7 +92,7 @@ class Prompts:
             # backends know requests by their sizes alone: of two alike, the one that is dense counts
             sizes = queries, before[request] + queries
             self._left[sizes] = min(left, self._left.get(sizes, left))
-            self._by_adapter[sizes] = request in self._adapters or self._by_adapter.get(sizes, False)
+            self._by_sizes[sizes] = self._reasons.get(request) or self._by_sizes.get(sizes)
             if left <= 0:
                 del self._lengths[request]
 
@@ -96,9 +100,20 @@ class Prompts:
         """Count the tokens of a prompt behind this step's request of so many queries and keys; None if unknown."""
         return self._left.get((queries, keys))
 
-    def has_adapter(self, queries: int, keys: int) -> bool:
-        """Return whether one of this step's requests of so many queries and keys has an adapter, or may have."""
-        return self.has_lora and self._by_adapter.get((queries, keys), True)
+    def _find_own_reason(self, new: Any) -> DenseReason | None:
+        """Return why a request, vLLM's `NewRequestData`, is dense whatever its sizes; None if it is not."""
+        if self.has_lora and new.lora_request is not None:
+            return DenseReason.ADAPTER
+        if self.reads == "all":
+            return None
+        if new.pooling_params is not None:  # embeddings, scores, classes
+            return DenseReason.POOLING
+        return None if new.sampling_params.prompt_logprobs is None else DenseReason.PROMPT_LOGPROBS
+
+    def find_reason(self, queries: int, keys: int) -> DenseReason | None:
+        """Return why this step's request of so many queries and keys is dense, or may be; None if it is not."""
+        unknown = DenseReason.ADAPTER if self.has_lora else None if self.reads == "all" else DenseReason.UNKNOWN_READER
+        return self._by_sizes.get((queries, keys), unknown)
 
 
 PROMPTS = Prompts()  # of this process
@@ -108,7 +123,7 @@ def make_api() -> VllmApi:
     """Return the functions by which S2O's classes ask this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return VllmApi(get_server, extract_layer_index, PROMPTS.count_left, PROMPTS.has_adapter)
+    return VllmApi(get_server, extract_layer_index, PROMPTS.count_left, PROMPTS.find_reason)
 
 
 @lru_cache(maxsize=1)
@@ -134,6 +149,7 @@ def get_server() -> Server:
     PROMPTS.has_lora = getattr(config, "lora_config", None) is not None
     model = config.model_config
     on_cpu = current_platform.is_cpu()
+    drafter = str(config.speculative_config.method) if config.speculative_config else None
     context = ServerContext(
         engine=f"vLLM {vllm.__version__}",
         stock="the plain backend" if on_cpu else "FLASH_ATTN",
@@ -148,6 +164,9 @@ def get_server() -> Server:
         kv_cache_dtype=_get_cache_dtype(config.cache_config),
         # 0 or None where vLLM will choose, a small one
         obstacle=find_page_obstacle(config.cache_config.block_size or 1),
+        quantisation=getattr(model, "quantization", None),
+        drafter=drafter,
+        reads_all=DenseReason.HIDDEN_STATES if drafter == "extract_hidden_states" else None,
     )
     vllm_log = logging.getLogger("vllm")
     if not log.handlers:  # S2O's log goes where vLLM's goes
@@ -155,7 +174,9 @@ def get_server() -> Server:
             log.addHandler(handler)
         log.setLevel(vllm_log.level or logging.INFO)
     with log_start_failures():
-        return Server(read_settings(config.additional_config), context)
+        server = Server(read_settings(config.additional_config), context)
+    PROMPTS.reads = server.fit.reads
+    return server
 
 
 def read_settings(additional_config: Any) -> Settings:

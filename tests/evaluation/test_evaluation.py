@@ -31,13 +31,14 @@ from calibrate.evaluation.run import (
     list_variants,
     run_as,
 )
-from calibrate.evaluation.tasks import SUMMARY, Case, build, check_lengths, list_cases, read_user_prompts
+from calibrate.evaluation.tasks import build, check_lengths, list_cases, read_user_prompts
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
+from s2o_runtime.reference.dense import dense_attention
 from scripts.bench.baselines.settings import BASELINES, parse
 from support.artefacts import shared
 from support.models import make_profile
@@ -174,40 +175,6 @@ def test_answers_and_perplexity_are_those_of_the_predictions(demo):
     assert score.sum_negative_log_likelihood(forward) == {"nll": pytest.approx(nll, rel=1e-5), "tokens": 119}
 
 
-def generated(model, ids, count):
-    """Return a model's greedy text, each token by a pass over all before it, which is S2O's for the prompt."""
-    with torch.no_grad():
-        outputs = model.generate(ids[None], max_new_tokens=count, min_new_tokens=count, do_sample=False)
-    return outputs[0, len(ids) :].tolist()
-
-
-@pytest.mark.slow(reason="generates with three models")
-def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
-    plan = EvaluationPlan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
-    ids = build(Case(("greedy",), 700, 1), plan, demo.tokenizer, ())[0].ids
-    prefixes, answer = [], None
-    for variant in list_variants(plan, demo):
-        with run_as(demo.model, variant):
-            forward = score.ForwardPass(demo, ids, cache=True)
-            own = generated(demo.model, ids, score.ANSWER)
-        if answer is None:
-            answer = score.write_answer(demo, forward)
-            assert answer == {"tokens": own, "prefix": score.ANSWER}
-            continue
-        prefixes.append(score.count_prefix(forward, answer["tokens"])["prefix"])
-        alike = [first == second for first, second in zip(own, answer["tokens"], strict=True)]
-        assert prefixes[-1] == [*alike, False].index(False)
-    assert prefixes[0] < prefixes[1] == score.ANSWER
-
-
-def test_a_greedy_answer_ends_where_the_model_ends_it(demo, tmp_path, monkeypatch):
-    ids = build(Case(("greedy",), 300, 0), EvaluationPlan("demo", tmp_path, (300,)), demo.tokenizer, ())[0].ids
-    whole = generated(demo.model, ids, score.ANSWER)
-    monkeypatch.setattr(demo.model.generation_config, "eos_token_id", [4095, whole[5]])
-    answer = score.write_answer(demo, score.ForwardPass(demo, ids, cache=True))
-    assert answer["tokens"] == whole[: whole.index(whole[5]) + 1]
-
-
 @pytest.mark.parametrize(
     ("text", "dense_layers"),
     [
@@ -247,6 +214,17 @@ def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
     setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
     with pytest.raises(InputError, match=f"pbs cannot compute {obstacle}: leave this setting out"):
         _run_baseline(module, q, q, q, mask, **options)
+
+
+def test_the_last_rows_of_a_baseline_are_exact():
+    """As many as S2O computes densely by default, one in 32; the rows before them are the baseline's."""
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    setattr(module, BASELINE, Variant("pbs", "pbs", baseline=parse("pbs:keep=0.2,segment=64,block=64")))
+    q, mask = torch.randn(1, 2, 640, 64), hf.prefill_mask(1, 0)
+    setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
+    errors = (_run_baseline(module, q, q, q, mask)[0].transpose(1, 2) - dense_attention(q, q, q)).abs().amax((0, 1, 3))
+    assert errors[-20:].max() < 1e-5 < errors[-64:-20].min()
 
 
 def test_baselines_are_found_in_a_clone_only(tmp_path, monkeypatch):
@@ -318,7 +296,7 @@ def test_a_users_prompt_is_read_as_it_is_served(tmp_path):
 
 
 def test_the_shortest_length_is_checked_for_every_task(demo, tmp_path):
-    plan = EvaluationPlan("demo", tmp_path, (256,), ("needles", "greedy"), needles=9).validate()
+    plan = EvaluationPlan("demo", tmp_path, (256,), ("needles", "perplexity"), needles=9).validate()
     with pytest.raises(InputError, match=r"length 256 .* 'needles': use (\d+) tokens") as refused:
         check_lengths(plan, demo.tokenizer)
     enough = replace(plan, lengths=(int(re.search(r"use (\d+) tokens", str(refused.value))[1]),))
@@ -327,7 +305,6 @@ def test_the_shortest_length_is_checked_for_every_task(demo, tmp_path):
         prompt, _ = build(case, enough, demo.tokenizer, ())
         text = demo.tokenizer.decode(prompt.ids)
         assert len(prompt.ids) == case.length
-        assert text.endswith(SUMMARY) == (case.tasks == ("greedy",))
         stated = re.findall(r"# The secret code for \w+ is \d{5}\.\n", text)
         assert len(stated) == (9 if case.tasks == ("needles",) else 0)
 

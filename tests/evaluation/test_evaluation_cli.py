@@ -15,7 +15,7 @@ from support.processes import called, refusal
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
 
 SMALL = ["--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
-TASKS = ["--tasks", "needles,questions,perplexity,agreement,greedy,time"]
+TASKS = ["--tasks", "needles,questions,perplexity,agreement,time"]
 COARSE = "tau=1000,segment=64"
 MINE = ("2 + 2 = ", "4"), ("x" * 200, "yes")
 
@@ -44,7 +44,7 @@ def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
     assert json.loads((folder / "out" / "summary.json").read_text()) == {"origin": MARK} | printed
     assert abs(datetime.fromisoformat(printed["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
     assert printed["plan"]["lengths"] == [512, 640]
-    assert printed["plan"]["tasks"] == ["needles", "questions", "perplexity", "agreement", "greedy", "time", "prompts"]
+    assert printed["plan"]["tasks"] == ["needles", "questions", "perplexity", "agreement", "time", "prompts"]
     page = (folder / "out" / "report.md").read_text()
     for piece in ("# Evaluation of", "\ns2o-eval --model", "| questions | 640 |", "](needles.png)", "dense cannot"):
         assert piece in page, piece

@@ -15,9 +15,10 @@ from calibrate.evaluation.paired import adjust_holm, bootstrap
 from calibrate.evaluation.plan import EvaluationPlan
 from calibrate.evaluation.results import _summarise_ruler, open_journal, summarise
 from calibrate.evaluation.run import Evaluation, evaluate, list_variants, make_digest
+from calibrate.evaluation.score import ForwardPass, score_ruler
 from calibrate.model.models import load_tokenizer
 from s2o_runtime.errors import InputError
-from support.pages import DEMO_PROFILE
+from support.pages import DEMO_PROFILE, ROOT
 from support.processes import called, refusal
 
 COARSE = "tau=1000,segment=64"
@@ -72,9 +73,30 @@ def test_what_has_no_prompts_is_refused(tokenizer, tiny_folder, monkeypatch):
         ruler.make_question(tokenizer, "ruler_vt", 1024, 0, count=1, seed=0)
     with pytest.raises(InputError, match=r"the tokenizer makes \d+ tokens of RULER's example, expected 470 at most"):
         ruler.make_question(load_tokenizer(str(tiny_folder)), "ruler_vt", TINY, 0, count=1, seed=0)
+    assert {*ruler.INSTALL.split()[3:]} <= {*(ROOT / "constraints.txt").read_text().splitlines()}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs lm_eval and wonderwords, .*: pip install --no-deps lm_eval==0.4.13 w"):
         ruler._load_generators.__wrapped__()
+
+
+def test_an_answer_ends_where_it_is_whole_or_the_model_ends_it(demo, monkeypatch):
+    ids = torch.randint(0, 4096, (64,))
+    written = demo.model.generate(ids[None], max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 64:].tolist()
+    texts = [demo.tokenizer.decode(written[:count], skip_special_tokens=True) for count in range(7)]
+
+    def write(score):
+        question = ruler.RulerQuestion(ids, [1, 2], 6, score)
+        return score_ruler(demo, ForwardPass(demo, ids, cache=True), question)
+
+    assert write(lambda text: 0.5) | {"log_likelihood": 0} == {
+        "score": 0.5,
+        "text": texts[6],
+        "answer_tokens": 2,
+        "log_likelihood": 0,
+    }
+    assert write(lambda text: float(text == texts[3]))["text"] == texts[3]
+    monkeypatch.setattr(demo.model.generation_config, "eos_token_id", [4095, written[1]])
+    assert write(lambda text: 0.0)["text"] == texts[written.index(written[1]) + 1]
 
 
 @pytest.mark.slow(reason="reads and writes with the demo model")

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.lengths import find_nearest, round_up_length
-from s2o_runtime.serving.batch import Batch, SplitRequests, plan_batch, round_bounds
+from s2o_runtime.serving import attend
+from s2o_runtime.serving.batch import ZEROS, Batch, SplitRequests, plan_batch, round_bounds
 from s2o_runtime.serving.fit import Rank
 from support.engines import ENGINES
 from support.fake_server import FakeServer
@@ -26,30 +29,37 @@ def few_reason(request):
         return "few queries"
     if request.keys < 500:
         return "few keys"
-    return "adapter" if request.has_adapter else "last" if request.is_last_rows else None
+    if request.is_unread:
+        return DenseReason.UNREAD
+    return request.own_reason or ("last" if request.is_last_rows else None)
 
 
 @st.composite
 def sizes(draw):
-    """The queries, keys, adapters and last rows of requests; one without queries fills up a CUDA graph's batch."""
+    """The queries, keys, own reasons, last rows and tokens left; a request without queries is of a CUDA graph."""
     queries = draw(st.lists(st.sampled_from([0, 1, 2, 99, 100, 257, 1000]) | st.integers(0, 2000), max_size=12))
     cached = [draw(st.sampled_from([0, 1, 480, 4000]) | st.integers(0, 9000)) for _ in queries]
     keys = [count + before if count else 0 for count, before in zip(queries, cached, strict=True)]
-    adapters = [draw(st.booleans()) for _ in queries] if draw(st.booleans()) else []
+    reasons = [draw(st.sampled_from([None, DenseReason.ADAPTER])) for _ in queries] if draw(st.booleans()) else []
     last = draw(st.sampled_from([0, 1, 150]) | st.integers(0, 2000))
-    return queries, keys, adapters, last
+    return queries, keys, reasons, last, draw(st.sampled_from([None, 0, 3000]))
 
 
 @given(sizes())
 def test_every_row_is_planned_once_and_for_whom_it_should(batch):
-    queries, keys, adapters, last = batch
-    split = SplitRequests.from_batch([0, *accumulate(queries)], keys, adapters, lambda count, _: min(count, last))
+    queries, keys, reasons, last, left = batch
+    split = SplitRequests.from_batch(
+        [0, *accumulate(queries)], keys, reasons, lambda count, keys: left, lambda count, keys, left: min(count, last)
+    )
     by_request = [[] for _ in queries]
     for index, request, (begin, end), earlier, later in zip(
         split.indices, split.requests, pairwise(split.starts), split.earlier, split.later, strict=True
     ):
         assert (request.queries, earlier + request.queries + later) == (end - begin, queries[index])
-        assert (request.keys + later, request.has_adapter) == (keys[index], bool(adapters) and adapters[index])
+        assert (request.keys + later, request.own_reason) == (keys[index], reasons[index] if reasons else None)
+        # behind its rows are others of its prompt, as far as that is known
+        goes_on = queries[index] > 0 and left is not None and left + later > 0
+        assert request.is_unread == (goes_on and not request.is_last_rows)
         by_request[index].append((request.queries, request.is_last_rows))
     for count, rows in zip(queries, by_request, strict=True):
         tail = min(count, last)
@@ -57,12 +67,12 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
     assert split.are_whole == all(len(rows) == 1 for rows in by_request)
 
     plan = plan_batch(split, few_reason, LENGTHS, MAX_KEYS)
-    reasons = Counter()
+    counted = Counter()
     for request in split.requests:
         if request.queries and (reason := few_reason(request)):
-            reasons[reason] += request.queries
-    assert plan.dense_rows == reasons
-    assert bool(plan.slices) == (reasons.total() < sum(queries))
+            counted[reason] += request.queries
+    assert plan.dense_rows == counted
+    assert bool(plan.slices) == (counted.total() - counted[DenseReason.UNREAD] < sum(queries))
     assert [part.first for part in plan.slices] == [0, *(part.last for part in plan.slices)][: len(plan.slices)]
     assert not plan.slices or plan.slices[-1].last == len(split.requests)
     for part in plan.slices:
@@ -72,7 +82,9 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         assert part.total_k == sum(request.keys for request in requests)
         for request in requests:
             reason = few_reason(request) if request.queries else ""
-            assert part.bucket == (find_nearest(LENGTHS, request.keys) if reason is None else None)
+            buckets = {None: find_nearest(LENGTHS, request.keys), DenseReason.UNREAD: ZEROS}
+            assert part.bucket == buckets.get(reason)
+            assert (part.is_sparse, part.is_zero) == (reason is None, reason is DenseReason.UNREAD)
         assert not part.is_sparse or part.total_k <= MAX_KEYS or len(requests) == 1
     for part, after in pairwise(plan.slices):  # neighbours are joined where they may be
         assert part.bucket != after.bucket or part.total_k + split.requests[after.first].keys > MAX_KEYS
@@ -193,6 +205,49 @@ def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_
     sparse = counted.pop("s2o", 0)
     expected_rows = {("dense", reason): count for reason, count in counted.items()}
     assert engine.counted() == expected_rows | ({("s2o", "reference backend"): sparse} if sparse else {})
+
+
+@pytest.fixture
+def answers():
+    """A budget of answers; the last layer is not dense, and has 128 last rows."""
+    profile = with_last_rows(128)
+    layers = tuple((first, first) for first, _ in profile.layers)
+    return replace(profile, layers=layers, record={"budget": {"kind": "kl", "value": 1e-3}})
+
+
+def test_the_last_layer_computes_what_is_read_and_zeros_the_rest(made, answers, monkeypatch):
+    """Of a chunk whose prompt goes on no row is read, and of one that ends only the last; keys are written of all."""
+    engine, calls = made(answers, ends=True), []
+    assert engine.server.fit.skip_unread_rows()
+    attention = attend.s2o_attention_paged
+    monkeypatch.setattr(attend, "s2o_attention_paged", lambda *a, **n: calls.append(a) or attention(*a, **n))
+    going_on, ending, asking = engine.add(500), engine.add(450), engine.add(460)
+    asking.logprobs = True
+    out = engine.outputs([(going_on, 200), (ending, 150), (asking, 160)], layer=1)
+    assert (calls, engine.stock_rows) == ([], 160)
+    assert not out[:350].any()
+    check_close(out[350:], dense(asking, 160))
+    out = engine.outputs([(ending, 300), (asking, 300)], layer=1)
+    assert (calls, engine.stock_rows) == ([], 160 + 128 + 300)
+    assert not out[:172].any()
+    check_close(out[172:], torch.cat([dense(ending, 128), dense(asking, 300)]))
+    assert engine.counted() == {
+        ("s2o", "rows of the model's last layer that nothing reads: they are zeros"): 350 + 172,
+        ("dense", "the prompt's log-probabilities are read"): 160 + 300,
+        ("dense", LAST): 128,
+    }
+    out = engine.outputs([(going_on, 300)], layer=0)  # no other layer does so
+    assert len(calls) == 1
+    assert out.any(2).any(1).all()
+
+
+def test_the_last_layer_computes_all_rows_where_it_is_not_known_which_are_read(made, answers):
+    layer_of_another_kind_last = replace(two_layers(layer_numbers=(0, 2)), record=answers.record)
+    for profile in (two_layers(), layer_of_another_kind_last):
+        assert not made(profile).server.fit.skip_unread_rows()
+    engine = made(answers, ends=True)
+    check_close(engine.outputs([(request := engine.add(300), 300)], layer=1)[172:], dense(request, 128))
+    assert engine.counted() == {("s2o", "reference backend"): 172, ("dense", LAST): 128}
 
 
 def test_a_mixed_batch_has_one_sparse_call_of_two_requests(made):

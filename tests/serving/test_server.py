@@ -11,10 +11,11 @@ import torch
 from s2o_runtime.attention.compute import AttentionStats
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import read_error_limits
-from s2o_runtime.profile import load_profile
+from s2o_runtime.profile import load_profile, save_profile
 from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Settings
@@ -103,6 +104,46 @@ def test_one_line_says_what_will_run_where_or_that_nothing_will(info_log):
     excepted = SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
     assert vllm._get_cache_dtype(excepted) == "auto"  # each layer is asked
     assert vllm._get_cache_dtype(SimpleNamespace(cache_dtype="fp8")) == "fp8"
+
+
+def compressed(**activations):
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": {"input_activations": activations or None}}}
+
+
+SHARED_SCALE = "all rows: activations may be rounded with one scale for all rows"
+
+
+@pytest.mark.parametrize(
+    ("changes", "computed"),
+    [
+        ({}, "only rows that are read"),
+        ({"drafter": "ngram"}, "only rows that are read"),
+        ({"drafter": "eagle3"}, "all rows: the drafter eagle3 may read hidden states"),
+        ({"quantisation": "fp8"}, f"{SHARED_SCALE} (fp8)"),
+        ({"checkpoint_has": {"quant_method": "fp8", "activation_scheme": "static"}}, f"{SHARED_SCALE} (fp8)"),
+        ({"checkpoint_has": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "only rows that are read"),
+        ({"checkpoint_has": {"quant_method": "gptq"}, "quantisation": "gptq_marlin"}, "only rows that are read"),
+        ({"checkpoint_has": compressed()}, "only rows that are read"),
+        ({"checkpoint_has": compressed(strategy="token")}, "only rows that are read"),
+        ({"checkpoint_has": compressed(strategy="tensor")}, f"{SHARED_SCALE} (compressed-tensors)"),
+        ({"reads_all": DenseReason.POOLING}, None),
+    ],
+)
+def test_the_last_layer_skips_rows_under_a_budget_of_answers_where_nothing_else_reads_them(
+    changes, computed, tmp_path, info_log
+):
+    model = demo(quantization_config=changes.pop("checkpoint_has", None))
+    skips = []
+    for kind in ("rel_mse", "kl"):
+        info_log.clear()
+        profile = replace(load_profile(DEMO), record={"budget": {"kind": kind, "value": 1e-3}})
+        save_profile(profile, tmp_path / "p.safetensors")
+        server = started(model, given={"profile": str(tmp_path / "p.safetensors")}, **changes)
+        skips.append([layer.layer for layer in server.fit.layers if layer.skips_unread])
+        said = [message for message in info_log.messages if "the model's last layer computes" in message]
+    assert skips == [[], [5] if computed == "only rows that are read" else []]
+    assert [message.partition("last layer computes ")[2] for message in said] == ([computed] if computed else [])
+    assert server.obstacle == (None if computed else DenseReason.POOLING)
 
 
 def test_the_demos_limits_are_checked_on_one_rank(info_log):

@@ -1,13 +1,16 @@
 """S2O's backend between a fake of SGLang's classes and a dense backend: what is SGLang's alone."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.serving.fit import Rank
+from s2o_runtime.sglang.engine import _find_reader
 from support.fake_server import FakeServer
-from support.fake_sglang import FakeEngine, Mode
+from support.fake_sglang import Capture, FakeEngine, Mode
 from support.server_batches import alone, check_close, dense, two_layers
 
 HEADS, ENCODER = 4, SimpleNamespace(value="encoder_only")
@@ -78,6 +81,44 @@ def test_what_s2o_cannot_do_is_one_call_of_the_stock_backend(options, call, reas
     ((path, said),) = fake.counted()
     assert path == "dense"
     assert said.startswith(reason.split(",")[0])
+
+
+DRAFTING = SimpleNamespace(is_speculative=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("call", "dense_rows"),
+    [
+        ({"capture_hidden_mode": Capture.FULL}, {"hidden states of all rows may be read": 500}),
+        ({"capture_hidden_mode": Capture.FULL, "spec_algorithm": DRAFTING}, {}),
+        ({"capture_hidden_mode": Capture.LAST}, {}),
+        ({"token_indices_to_pool": [torch.zeros(1)] * 2}, {"hidden states of the request are pooled": 500}),
+        ({"return_logprob": True, "extend_logprob_start_lens_cpu": [299, 200]}, {}),  # of what is generated
+        (
+            {"return_logprob": True, "extend_logprob_start_lens_cpu": [0, 199]},
+            {"the prompt's log-probabilities are read": 300},
+        ),
+    ],
+)  # fmt: skip
+def test_requests_that_read_more_than_answers_are_dense_under_a_budget_of_them(call, dense_rows):
+    for kind, expected in (("kl", dense_rows), ("mse", {})):
+        profile = replace(two_layers(), record={"budget": {"kind": kind, "value": 1e-3}})
+        fake = FakeEngine(FakeServer(profile, Rank(), "cpu", 2048))
+        fake.feed([(fake.add(length), length) for length in (300, 200)], **call)
+        rows = fake.counted()
+        assert rows.pop(("s2o", "reference backend"), 0) == 500 - sum(expected.values())
+        assert rows == {("dense", reason): count for reason, count in expected.items()}
+
+
+def test_a_server_that_reads_hidden_states_of_every_request_is_dense_as_a_whole():
+    arguments = {"enable_return_hidden_states": False, "return_hidden_states_mode": None}
+    for generates, changes, reason in (
+        (True, {}, None), (True, {"return_hidden_states_mode": "last"}, None), (False, {}, DenseReason.POOLING),
+        (True, {"return_hidden_states_mode": "full"}, DenseReason.HIDDEN_STATES),
+        (True, {"enable_return_hidden_states": True}, DenseReason.HIDDEN_STATES),
+    ):  # fmt: skip
+        runner = SimpleNamespace(is_generation=generates, server_args=SimpleNamespace(**arguments | changes))
+        assert _find_reader(runner) is reason
 
 
 def test_values_of_another_width_and_embeddings_without_a_cache_are_the_stock_backends():

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import Geometry, compose_fingerprint, compute_sampled_fingerprint
@@ -73,7 +74,7 @@ def test_a_requests_reason_is_the_first_rule_that_it_breaks():
         (4096, 4096, None),
     ):
         assert reason_of(fit, queries, keys) == reason
-        rest = {"has_adapter": True, "is_last_rows": True}
+        rest = {"own_reason": DenseReason.ADAPTER, "is_last_rows": True}
         assert reason_of(fit, queries, keys, **rest) == (reason or "the request has a LoRA adapter")
         assert reason_of(fit, queries, keys, is_last_rows=True) == (reason or "the last rows of a prompt")
     assert reason_of(fit, 4096, 4096, layer=1) == whole_layer

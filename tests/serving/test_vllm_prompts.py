@@ -1,14 +1,17 @@
-"""The ends of prompts and their adapters, by the steps that vLLM's workers are given."""
+"""The ends of prompts, their adapters and what is read of them, by the steps that vLLM's workers are given."""
 
 from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.vllm.engine import Prompts
 
+ADAPTER, POOLING, PROMPT_LOGPROBS = DenseReason.ADAPTER, DenseReason.POOLING, DenseReason.PROMPT_LOGPROBS
 
-def step(scheduled, new=(), running=(), finished=(), resumed=(), adapters=()):
+
+def step(scheduled, new=(), running=(), finished=(), resumed=(), reasons={}):  # noqa: B006 (it never changes)
     """scheduled: tokens by request. new: (request, prompt tokens, cached ones). running: (request, computed tokens).
 
     resumed: (request, tokens), which are among the running ones too.
@@ -20,7 +23,9 @@ def step(scheduled, new=(), running=(), finished=(), resumed=(), adapters=()):
             prompt_token_ids=[0] * length,
             prompt_embeds=None,
             num_computed_tokens=cached,
-            lora_request=object() if name in adapters else None,
+            lora_request=object() if reasons.get(name) is ADAPTER else None,
+            pooling_params=object() if reasons.get(name) is POOLING else None,
+            sampling_params=SimpleNamespace(prompt_logprobs=0 if reasons.get(name) is PROMPT_LOGPROBS else None),
         )
         for name, length, cached in new
     ]
@@ -57,22 +62,25 @@ def test_a_worker_runs_as_before_and_its_steps_are_seen():
 
 
 @given(st.data())
-def test_what_is_left_of_prompts_and_their_adapters_in_any_order_of_steps(data):
+def test_what_is_left_of_prompts_and_why_they_are_dense_in_any_order_of_steps(data):
     """Of requests that are read in chunks, decode, wait, are preempted, and end; names are used again."""
     prompts, requests = Prompts(), {}
-    prompts.has_lora = data.draw(st.booleans())
+    prompts.has_lora, prompts.reads = data.draw(st.booleans()), data.draw(st.sampled_from(["all", "answers"]))
+    counting = [ADAPTER] * prompts.has_lora + [POOLING, PROMPT_LOGPROBS] * (prompts.reads == "answers")
+    unknown = ADAPTER if prompts.has_lora else DenseReason.UNKNOWN_READER if counting else None
     for _ in range(data.draw(st.integers(1, 8))):
         finished = [name for name in requests if data.draw(st.sampled_from([False, False, True]))]
         for name in finished:
             del requests[name]
-        scheduled, new, running, resumed, left, adapted = {}, [], [], [], {}, {}
+        scheduled, new, running, resumed, left, reasons = {}, [], [], [], {}, {}
         for name in "abc":
             if data.draw(st.booleans()):
                 continue  # waits
             if name not in requests:
                 length = data.draw(st.integers(1, 6))
                 cached = data.draw(st.integers(0, length - 1))
-                requests[name] = request = {"end": length, "done": cached, "adapter": data.draw(st.booleans())}
+                reason = data.draw(st.sampled_from([None, ADAPTER, POOLING, PROMPT_LOGPROBS]))
+                requests[name] = request = {"end": length, "done": cached, "reason": reason}
                 new.append((name, length, cached))
             else:
                 request = requests[name]
@@ -85,24 +93,24 @@ def test_what_is_left_of_prompts_and_their_adapters_in_any_order_of_steps(data):
             if request["done"] < request["end"]:  # still in its prompt
                 sizes, behind = (queries, request["done"] + queries), request["end"] - request["done"] - queries
                 left[sizes] = min(behind, left.get(sizes, behind))  # of two alike, the one that ends counts
-                adapted[sizes] = adapted.get(sizes, False) or request["adapter"]
+                reasons.setdefault(sizes, set()).update({request["reason"]} & set(counting))
             request["done"] += queries
-        adapters = [name for name, request in requests.items() if request["adapter"]]
-        prompts.observe(step(scheduled, new, running, finished, resumed, adapters))
+        own = {name: request["reason"] for name, request in requests.items()}
+        prompts.observe(step(scheduled, new, running, finished, resumed, own))
         for sizes in [(queries, keys) for queries in range(1, 7) for keys in range(queries, 12)]:
             assert prompts.count_left(*sizes) == left.get(sizes)
-            assert prompts.has_adapter(*sizes) == (prompts.has_lora and adapted.get(sizes, True))
+            assert prompts.find_reason(*sizes) in (reasons.get(sizes, {unknown}) or {None})
 
 
 def test_once_a_step_is_not_understood_nothing_is_known_and_that_is_said_once(info_log):
     prompts = Prompts()
-    prompts.has_lora = True
+    prompts.reads = "answers"
     prompts.observe(step({"a": 100}, new=[("a", 100, 0)]))
-    assert not prompts.has_adapter(100, 100)
+    assert prompts.find_reason(100, 100) is None
     for _ in range(2):
         prompts.observe(SimpleNamespace(finished_req_ids=[]))
     prompts.observe(step({"b": 100}, new=[("b", 100, 0)]))
     assert prompts.count_left(100, 100) is None
-    assert prompts.has_adapter(100, 100)  # for all that is known
+    assert prompts.find_reason(100, 100) is DenseReason.UNKNOWN_READER
     (said,) = info_log.messages
     assert said.startswith("S2O: this vLLM does not say where prompts end (AttributeError(")

@@ -46,7 +46,7 @@ def context(model_config: Any, **changes: Any) -> ServerContext:
 class Request:
     """A prompt, and how much of it the cache holds. pages: of the cache; slots of one token in SGLang's.
 
-    adapter: the name of its LoRA adapter.
+    adapter: the name of its LoRA adapter; logprobs: whether the log-probabilities of its tokens are asked for.
     """
 
     keys: Tensor
@@ -56,6 +56,7 @@ class Request:
     done: int = 0
     fed: int = 0  # at last
     adapter: str | None = None
+    logprobs: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)

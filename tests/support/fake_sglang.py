@@ -33,6 +33,17 @@ class Mode(Enum):
         return self in (Mode.DECODE, Mode.IDLE)
 
 
+class Capture(Enum):
+    """SGLang's CaptureHiddenMode."""
+
+    NULL = 0
+    LAST = 1
+    FULL = 2
+
+    def is_full(self) -> bool:
+        return self is Capture.FULL
+
+
 @dataclass
 class ForwardBatch:
     """SGLang's ForwardBatch, as far as backends of text models read it."""
@@ -54,6 +65,11 @@ class ForwardBatch:
     orig_seq_lens: Tensor | None = None
     contains_last_prefill_chunk: bool = False
     lora_ids: list[str | None] | None = None
+    return_logprob: bool = False
+    extend_logprob_start_lens_cpu: list[int] | None = None
+    token_indices_to_pool: list[Tensor] | None = None
+    spec_algorithm: Any = None
+    capture_hidden_mode: Capture = Capture.NULL
     encoder_lens: Tensor | None = None
     mha_return_lse: bool | None = None
     _attn_output: Tensor | None = None
@@ -212,6 +228,8 @@ class FakeEngine(Requests):
             counts,
             starts,
             lora_ids=[request.adapter for request, _ in parts],
+            return_logprob=any(request.logprobs for request, _ in parts),
+            extend_logprob_start_lens_cpu=[0 if request.logprobs else count for request, count in parts],
             contains_last_prefill_chunk=self.ends and any(len(r) == r.done + count for r, count in parts),
         )
 

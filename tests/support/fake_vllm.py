@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.vllm.backend import BATCH, VllmApi, mix_in
 from support.fake_server import Request, Requests, take
 from support.server_batches import FEWEST
@@ -99,7 +100,7 @@ class FakeEngine(Requests):
 
     def __post_init__(self) -> None:
         heads, kv_heads, head_dim = self.sizes
-        backend = fake_backend(self.server, self.left, has_adapter=self.adapted)
+        backend = fake_backend(self.server, self.left, find_reason=self.find_reason)
         self.builder = backend.get_builder_cls()()
         kv_cache_dtype = self.kv_cache_dtype or "auto"
         self.impl = backend.get_impl_cls()(heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=kv_cache_dtype)
@@ -139,9 +140,12 @@ class FakeEngine(Requests):
         """Tokens of the prompt behind such a request."""
         return min((len(request) - keys for request in self.find(queries, keys)), default=None) if self.ends else None
 
-    def adapted(self, queries: int, keys: int) -> bool:
-        """Return whether such a request has an adapter."""
-        return any(request.adapter for request in self.find(queries, keys))
+    def find_reason(self, queries: int, keys: int) -> DenseReason | None:
+        """Return why such a request is dense whatever its sizes."""
+        requests = self.find(queries, keys)
+        if any(request.adapter for request in requests):
+            return DenseReason.ADAPTER
+        return DenseReason.PROMPT_LOGPROBS if any(request.logprobs for request in requests) else None
 
     def prepare(self, parts: list[tuple[Request, int]], padding: int = 0, layer: int = 0) -> Prepared:
         """Write the keys of so many tokens of each request, and build the batch's metadata for one layer."""

@@ -1,0 +1,46 @@
+"""scripts/bench/equal_answers.py: the setting whose KL of answers is S2O's, and the ladder's end where none is."""
+
+import json
+
+import pytest
+
+from calibrate.evaluation.plan import EvaluationPlan
+from calibrate.evaluation.run import list_variants
+from scripts.bench import equal_answers as bench
+from support.pages import DEMO_PROFILE
+from support.processes import called
+
+
+@pytest.mark.parametrize("numbers", [(0.01, 0.1, 1.0), (1.0, 0.1, 0.01)])
+def test_the_number_is_bisected_from_either_end(numbers):
+    def measure(number):
+        return 1e-3 * number**2  # the smaller the number, the more exact
+
+    number, kl = bench.find_setting(measure, numbers, target=1e-5)
+    assert kl == measure(number) == pytest.approx(1e-5, rel=0.03)
+    assert bench.find_setting(measure, numbers, target=1e-9) == (0.01, measure(0.01))
+    assert bench.find_setting(measure, numbers, target=1.0) == (1.0, measure(1.0))
+
+
+def test_every_baseline_is_set_to_the_answers_of_the_profile(tmp_path, monkeypatch):
+    """The command that asks all of them has these settings."""
+
+    def measure_kl(variant):
+        return 1e-2 * (1 - variant.baseline.keep) ** 2 if variant.baseline else 1e-3
+
+    monkeypatch.setattr(bench, "prepare", lambda *_: measure_kl)
+    flags = ["--profile", DEMO_PROFILE, "--length", 1100, "--methods", "pbs", "--device", "cpu", "--out", "rows.json"]
+    outcome = called(bench.main, *flags, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["results"]
+    keep = float(row["setting"].removeprefix("pbs:keep="))
+    assert keep == pytest.approx(1 - 0.1**0.5, abs=0.01)
+    assert row["kl"] == pytest.approx(1e-3, rel=0.03)
+    assert "--tasks needles,questions --num-prompts 10 --num-needles 32" in outcome.stdout
+    assert f"--setting {row['setting']}\n" in outcome.stdout
+
+
+def test_the_divergence_of_answers_is_that_of_the_prefill_alone(demo, tmp_path):
+    plan = EvaluationPlan("demo", tmp_path, (400,), settings=("tau=0,segment=64", "pbs:keep=0.2")).validate()
+    exact, sparse = map(bench.prepare(demo, 400, 1, seed=0), list_variants(plan, demo)[1:])
+    assert exact < 1e-8 < 1e-4 < sparse
