@@ -179,7 +179,9 @@ def interpolate_budget(predicted: Sequence[float], measured: Sequence[float], ai
     goal = math.log(aim)
     # the first pair of neighbours whose lower end is below the aim; beyond all of them the last pair goes on
     high, low = next((pair for pair in pairwise(points) if pair[1][1] <= goal), (points[-2], points[-1]))
-    slope = min(max((high[1] - low[1]) / (high[0] - low[0]), SLOPES[0]), SLOPES[1])
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    if not low[1] <= goal < high[1]:  # between two measurements the line holds, whatever its slope
+        slope = min(max(slope, SLOPES[0]), SLOPES[1])
     start = high if abs(high[1] - goal) < abs(low[1] - goal) else low
     return math.exp(start[0] + (goal - start[1]) / slope)
 
