@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from calibrate.curves.curves import RankingConfig, Shape
@@ -68,6 +68,7 @@ falling = st.lists(st.floats(0.01, 3.0), min_size=2, max_size=2)
 
 
 @given(falling, st.floats(1e-9, 1e3), st.lists(st.floats(1e-10, 1e4), min_size=2, max_size=2))
+@example([3.0, 3.0], 1.0, [0.12, 0.13])  # half-way between two measurements
 def test_a_budget_is_read_off_a_line_through_what_was_measured(slopes, largest, aims):
     """In logarithms; it is exact at each measurement, and more may be spent for a larger KL."""
     measured = [largest]
