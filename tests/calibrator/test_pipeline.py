@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 from collections import Counter
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,12 +16,16 @@ from calibrate.model.models import load
 from calibrate.pipeline import calibrate, make_journal_identity
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import adjust
-from calibrate.proof.verify import LengthProof
+from calibrate.proof.answers import measure_answers
+from calibrate.proof.recheck import open_profile, verify_certificate
+from calibrate.proof.verify import LengthProof, Prover
+from calibrate.recipe import DEFAULT_BUDGET, MAX_REL_MSE, Budget, Recipe
 from calibrate.record import read_record
 from calibrate.report import contents
 from calibrate.search.allocate import Allocation, Point, SearchConstraints
 from calibrate.search.choice import CalibrationDense, LayerBudget, LayerPlan, SearchPoint
 from calibrate.timing import Timing
+from calibrate.work.executor import open_local_executor
 from s2o_runtime import load_profile, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -29,7 +34,7 @@ from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU
-from support.tiny import recipe
+from support.tiny import QUICK, recipe
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +169,33 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     assert contents.make_report(recipe, result).certificate == record.certificate
     again, _ = run("again", **CERTIFIED)
     assert again.out.read_bytes() == recipe.out.read_bytes()
+
+
+def test_by_default_what_is_written_keeps_to_a_budget_of_answers(tiny_folder, tmp_path):
+    """Measured again with the written profile, and on fresh prompts; a tiny model's answers hardly change."""
+    options = {"lengths": (768,), "segments": (64,), "num_held_out": 2, "num_certify": 3}
+    made = Recipe.from_options(
+        QUICK | options | {"model": str(tiny_folder), "out": tmp_path / "p.safetensors", "device": "cpu", "trials": 1}
+    )
+    assert made.budget == DEFAULT_BUDGET == Budget("kl", 2e-3)
+    result = calibrate(made, progress=False)
+    assert result.met
+    profile = assert_what_was_proven_is_written(made, result)
+    assert not any(config.is_dense for config in result.configs.values())
+    assert max(result.limits.values()) <= MAX_REL_MSE
+    record = read_record(profile)
+    assert (record.budget.kind, record.budget.unit, record.budget.value) == ("kl", "rel_mse", 2e-3)
+    (shown,) = record.certificate.lengths
+    assert 1e-6 < shown.answers.mean < shown.answers.bound <= 2e-3
+    assert (shown.layers, shown.share, shown.answers.noise) == (None, None, None)
+    loaded = load(str(tiny_folder), "cpu")
+    prompts = load_prompts(made, loaded.tokenizer).certify[768]
+    with open_local_executor(loaded) as executor:
+        (answers,) = measure_answers(Prover(executor), prompts, [profile])
+    assert statistics.fmean(prompt.kl for prompt in answers) == pytest.approx(shown.answers.mean, rel=1e-3)
+    opened = open_profile(str(tiny_folder), made.out, "cpu", needs_certificate=True)
+    check = verify_certificate(opened, 5)
+    assert (check.problems, [length.groups for length in check.lengths]) == ((), [3])
 
 
 def test_too_little_text_to_certify_on_is_refused_before_anything_is_measured(tiny_folder, tmp_path):

@@ -158,6 +158,14 @@ def test_a_dense_layer_needs_a_larger_budget(times, stays, recipe, old, tmp_path
     assert first.heads[0].segment == old.layers[1][0].heads[0].segment
 
 
+@SLOW
+def test_a_budget_of_answers_is_measured_and_not_predicted(recipe, old, tmp_path):
+    command = "s2o-calibrate --model demo --budget-kl 0.002 --lengths 512,1024"
+    with pytest.raises(InputError, match=f"measured on the model, .*: run {command}.* curves from the journal"):
+        rebudget(recipe.out, Budget("kl", 2e-3), tmp_path / "new.safetensors")
+    assert not (tmp_path / "new.safetensors").exists()
+
+
 def edited(statement):
     """A change to a journal, as SQL."""
 
