@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Count how often the certificate's two claims hold, and what doubt costs, on made-up losses; no model, no GPU.
+"""Count how often the certificate's claims hold on made-up losses; no model, no GPU.
 
     python -m scripts.study.coverage [--rounds 2000] > docs/results/coverage-bounds.txt
     python -m scripts.study.coverage --answers [--rounds 5000] > docs/results/coverage-answers.txt
@@ -26,7 +26,6 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from calibrate.proof.adjust import compute_allowed_growth
 from calibrate.proof.bounds import (
     CONFIDENCE,
     SPEND_FRACTIONS,
@@ -36,7 +35,6 @@ from calibrate.proof.bounds import (
     count_allowed_above,
 )
 from calibrate.proof.certify_answers import CAP
-from calibrate.proof.verify import LayerProof, PromptErrors
 from calibrate.recipe import Budget, Recipe
 
 Draw = Callable[[Generator, tuple[int, ...]], NDArray[np.float64]]
@@ -46,7 +44,6 @@ KINDS = np.array([0.2, 0.8, 1.0, 2.0])  # means of the kinds; their own is 1
 DESIGNS = (12, 4, LAYERS), (32, 4, LAYERS), (128, 4, LAYERS), (20, 10, 28)  # texts, kinds, layers; last the default
 ANSWER_TEXTS = 20, 40, 60  # of ten kinds; the default first
 ALIKE = 0.7  # of the variance of a text's log loss is common to all cells
-SLOPE = 0.32  # attention takes this power of 1 / error (5.89x at 7.3e-4, 8.72x at 2.5e-3: bench-methods-rivals-128k)
 
 
 def lognormal(spread: float) -> Draw:
@@ -139,29 +136,6 @@ def grouped(rounds: int, seed: int = 0) -> tuple[float, float]:
     return by_prompt / rounds, by_group / rounds
 
 
-def price(draw: Draw, texts: int, kinds: int, rounds: int, seed: int = 0) -> float:
-    """Attention time over that with unlimited texts, where layers spend the recipe's margin.
-
-    Layers are adjusted on four texts, whose spread says where the bound may come out, and then take the largest step at
-    which their bound holds; a dense layer counts as eight times.
-    """
-    rng, names, times = np.random.default_rng(seed), ([*"abcd"] * texts)[:: 4 // kinds][:texts], list[float]()
-    scales = np.tile(KINDS if kinds == 4 else np.ones(4), texts)[:texts, None]
-    for _ in range(rounds):
-        adjusted, losses = draw(rng, (4, LAYERS)) * scales[:4], draw(rng, (texts, LAYERS)) * scales
-        for layer in range(LAYERS):
-            prompts = tuple(PromptErrors((error, 1.0), (error, 1.0)) for error in adjusted[:, layer].tolist())
-            mean = float(adjusted[:, layer].mean())
-            proof = LayerProof(mean, 1.0, 0.2, 0.0, of_prompts=prompts, kinds=tuple(names[:4]))
-            growth = compute_allowed_growth(proof, 1.0, RECIPE, LAYERS, texts)
-            spent = losses[:, layer] * growth
-            confidences = ((step, compute_attempt_confidence(step, RECIPE, LAYERS)) for step in SPEND_FRACTIONS)
-            held = (step for step, level in confidences if bound_mean((step * spent).tolist(), names, level) <= 1)
-            share = growth * next(held, 0.0) / RECIPE.margin
-            times.append(share**-SLOPE if share else 8.0)
-    return float(np.mean(times))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2000)
@@ -186,11 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     by_prompt, by_group = grouped(rounds)
     print("\nmeans with prompts of two novels a kind, spread 0.4 between novels and 0.1 within, 32 prompts")
     print(f"counted by prompt {by_prompt:.1%}, by group {by_group:.1%}")
-    print("\nattention time over that with unlimited texts, a layer dense at 8 times")
-    for name in list(SHAPES)[:2]:
-        for kinds in (1, 4):
-            cells = [f"{texts} texts: {price(SHAPES[name], texts, kinds, rounds // 10):.2f}" for texts in (12, 20, 32)]
-            print(f"{name + f', {kinds} kinds':<36}" + "   ".join(cells), flush=True)
     return 0
 
 

@@ -59,7 +59,9 @@ class Taus:
     kv_cache_dtype, min_length = "auto", 0
 
     def __init__(self, loaded, *taus):
-        self.configs = [LayerConfig.uniform(loaded.geometry.query_heads, tau=tau, segment=128, lookback=64) for tau in taus]
+        self.configs = [
+            LayerConfig.uniform(loaded.geometry.query_heads, tau=tau, segment=128, lookback=64) for tau in taus
+        ]
 
     def layer_config(self, layer, length):
         return self.configs[layer]

@@ -38,9 +38,7 @@ from support.candidates import LENGTHS, candidate, curve_of, error_of
 from support.executors import CPU, GPU, pretended
 
 BUDGET = 1e-3
-RECIPE = Recipe(
-    "m", Budget("kl", BUDGET), (512,), Path("p"), segments=(256,), num_certify=0, tails=(False,)
-).validate()
+RECIPE = Recipe("m", Budget("kl", BUDGET), (512,), Path("p"), segments=(256,), num_certify=0, tails=(False,)).validate()
 PROMPTS = [Prompt(torch.arange(512), domain=domain) for domain in "abcab"]
 FACTORS = 0.5, 1.0, 1.5, 1.0, 1.0  # of the mean KL, by prompt
 
@@ -78,10 +76,9 @@ def test_a_budget_is_read_off_a_line_through_what_was_measured(slopes, largest, 
         assert interpolate_budget(SHARES, measured, kl) == pytest.approx(share)
     small, large = (interpolate_budget(SHARES, measured, aim) for aim in sorted(aims))
     assert small <= large * (1 + 1e-9)
-    for end, (kl, slope) in {4.0: (measured[0] * 100, slopes[0]), 1 / 4: (measured[-1] / 100, slopes[1])}.items():
-        first = SHARES[0] if end > 1 else SHARES[-1]
-        held = min(max(slope, SLOPES[0]), SLOPES[1])
-        assert interpolate_budget(SHARES, measured, kl) == pytest.approx(first * (100 if end > 1 else 0.01) ** (1 / held))
+    for end, slope, times in ((0, slopes[0], 100.0), (-1, slopes[1], 0.01)):  # beyond both ends
+        expected = SHARES[end] * times ** (1 / min(max(slope, SLOPES[0]), SLOPES[1]))
+        assert interpolate_budget(SHARES, measured, times * measured[end]) == pytest.approx(expected)
 
 
 errors = st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3)
@@ -140,9 +137,10 @@ def test_a_budget_goes_to_layers_whose_errors_reach_no_answer(monkeypatch):
 def test_what_is_aimed_at_is_a_mean_whose_bound_is_within_the_budget(kls, count):
     recipe = replace(RECIPE, num_certify=count)
     aim = find_aim([answers(kl) for kl in kls], PROMPTS, recipe)
-    scaled, confidence = aim / statistics.fmean(kls), compute_attempt_confidence(SPEND_FRACTIONS[0], recipe, 1)
-    expected = estimate_mean_bound([kl * scaled for kl in kls], [prompt.domain for prompt in PROMPTS], count, confidence)
-    assert expected == pytest.approx(TARGET * BUDGET)
+    scaled = [kl * aim / statistics.fmean(kls) for kl in kls]
+    confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], recipe, 1)
+    bound = estimate_mean_bound(scaled, [prompt.domain for prompt in PROMPTS], count, confidence)
+    assert bound == pytest.approx(TARGET * BUDGET)
 
 
 def noisy(monkeypatch, noise, budget, device=GPU, default=2e-3):
