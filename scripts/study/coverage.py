@@ -2,7 +2,7 @@
 """Count how often the certificate's claims hold on made-up losses; no model, no GPU.
 
     python -m scripts.study.coverage [--rounds 2000] > docs/results/coverage-bounds.txt
-    python -m scripts.study.coverage --answers [--rounds 5000] > docs/results/coverage-answers.txt
+    python -m scripts.study.coverage --answers [--rounds 1500] > docs/results/coverage-answers.txt
 
 A round draws the losses of 24 cells (layers at lengths) on texts of four kinds that differ five times in their means,
 and makes the claims as `calibrate.proof` does. All cells have a mean exactly at their limit, which is where a claim is
