@@ -141,6 +141,12 @@ def test_flags_override_a_file():
     assert merge_options(file, {"budget_rel_mse": 0.1}) == without_budget | {"budget_rel_mse": 0.1}
 
 
+def test_answers_are_held_by_default_but_not_those_of_random_weights():
+    assert recipe().budget == DEFAULT_BUDGET == Budget("kl", 2e-3)
+    assert recipe(random_weights=True).budget == Budget("rel_mse", 1e-3)
+    assert [Budget(kind, 1e-3).unit for kind in BUDGET_KINDS] == ["mse", "rel_mse", "rel_mse"]
+
+
 def test_a_budget_in_mse_has_a_ceiling_unless_it_is_switched_off():
     assert Budget.from_options({"budget_mse": 2.0}) == Budget("mse", 2.0, 1e-2)
     for off in (None, 0.0):

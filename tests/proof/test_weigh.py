@@ -17,19 +17,6 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.proof import weigh
 from calibrate.proof.answers import PromptAnswers
 from calibrate.proof.bounds import SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound
-from calibrate.proof.weigh import (
-    MAX_STEP,
-    NOISE_PROMPTS,
-    SHARES,
-    SLOPES,
-    TARGET,
-    check_noise,
-    find_aim,
-    interpolate_budget,
-    make_answer_budgets,
-    scale_to_answers,
-    weigh_heads,
-)
 from calibrate.recipe import MAX_REL_MSE, Budget, Recipe
 from calibrate.search.allocate import Allocation, allocate, make_dense_point
 from s2o_runtime.config import TileConfig
@@ -70,15 +57,15 @@ falling = st.lists(st.floats(0.01, 3.0), min_size=2, max_size=2)
 def test_a_budget_is_read_off_a_line_through_what_was_measured(slopes, largest, aims):
     """In logarithms; it is exact at each measurement, and more may be spent for a larger KL."""
     measured = [largest]
-    for (more, less), slope in zip(pairwise(SHARES), slopes, strict=True):
+    for (more, less), slope in zip(pairwise(weigh.SHARES), slopes, strict=True):
         measured.append(measured[-1] * (less / more) ** slope)
-    for share, kl in zip(SHARES, measured, strict=True):
-        assert interpolate_budget(SHARES, measured, kl) == pytest.approx(share)
-    small, large = (interpolate_budget(SHARES, measured, aim) for aim in sorted(aims))
+    for share, kl in zip(weigh.SHARES, measured, strict=True):
+        assert weigh.interpolate_budget(weigh.SHARES, measured, kl) == pytest.approx(share)
+    small, large = (weigh.interpolate_budget(weigh.SHARES, measured, aim) for aim in sorted(aims))
     assert small <= large * (1 + 1e-9)
     for end, slope, times in ((0, slopes[0], 100.0), (-1, slopes[1], 0.01)):  # beyond both ends
-        expected = SHARES[end] * times ** (1 / min(max(slope, SLOPES[0]), SLOPES[1]))
-        assert interpolate_budget(SHARES, measured, times * measured[end]) == pytest.approx(expected)
+        expected = weigh.SHARES[end] * times ** (1 / min(max(slope, weigh.SLOPES[0]), weigh.SLOPES[1]))
+        assert weigh.interpolate_budget(weigh.SHARES, measured, times * measured[end]) == pytest.approx(expected)
 
 
 errors = st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3)
@@ -88,13 +75,11 @@ costs = st.lists(st.floats(0.0, 10.0), min_size=3, max_size=3)
 @given(st.lists(st.tuples(costs, errors), min_size=1, max_size=4))
 def test_weights_make_the_mean_over_layers_the_predicted_kl(layers):
     """But for a head that moves no answer, which counts with a millionth of the mean one."""
-    weights = [weigh_heads(of_layer, len(layers)) for of_layer, _ in layers]
-    allocations = [
-        Allocation(tuple(make_dense_point(256)._replace(mse=mse) for mse in of_layer)) for _, of_layer in layers
-    ]
-    mean = statistics.fmean(w.layer * w.mean(allocation) for w, allocation in zip(weights, allocations, strict=True))
+    weights = [weigh.weigh_heads(of_layer, len(layers)) for of_layer, _ in layers]
+    heads = [Allocation(tuple(make_dense_point(256)._replace(mse=mse) for mse in mses)) for _, mses in layers]
+    mean = statistics.fmean(w.layer * w.mean(of_layer) for w, of_layer in zip(weights, heads, strict=True))
     kl = sum(cost * mse for of_layer, mses in layers for cost, mse in zip(of_layer, mses, strict=True))
-    assert kl - 1e-9 <= mean <= kl + 2e-6 * sum(map(sum, (of_layer for of_layer, _ in layers))) + 1e-9
+    assert kl - 1e-9 <= mean <= kl + 2e-6 * sum(sum(of_layer) for of_layer, _ in layers) + 1e-9
     assert all(statistics.fmean(w.heads) == pytest.approx(1.0) for w in weights)
 
 
@@ -104,7 +89,7 @@ UNDERRATED = 5.0  # times as much as the backward pass predicts
 
 def test_a_budget_goes_to_layers_whose_errors_reach_no_answer(monkeypatch):
     """Measured, the answers spend what they may, for less time than with the same error in every layer."""
-    tile, slopes = TileConfig(), (1e-6, 3e-6)
+    tile, slopes = TileConfig(), (1e-4, 3e-4)
     curves = [{(RankingConfig(256), Shape.from_tile(tile)): curve_of(slopes)}] * 4
     seen = []
 
@@ -114,18 +99,18 @@ def test_a_budget_goes_to_layers_whose_errors_reach_no_answer(monkeypatch):
 
     answer(monkeypatch, kl_of, seen)
     sensitivity = tuple((reach, reach) for reach in REACH)
-    budgets = make_answer_budgets(None, {512: PROMPTS}, {512: curves}, {512: [tile]}, sensitivity, RECIPE)[512]
+    budgets = weigh.make_answer_budgets(None, {512: PROMPTS}, {512: curves}, {512: [tile]}, sensitivity, RECIPE)[512]
     ((_, sources),) = seen
-    assert len(sources) == len(SHARES)
+    assert len(sources) == len(weigh.SHARES)
     assert {source.layer_config(0, 512).last_rows for source in sources} == {RECIPE.count_last_rows(512)}
     plain = {RankingConfig(256): curve_of(slopes)}
     spent = [allocate(plain, budget.mse, budget.constraints, budget.weights) for budget in budgets]
     kl = UNDERRATED * sum(2 * reach * of_layer.mse for reach, of_layer in zip(REACH, spent, strict=True))
-    assert 0.8 * TARGET * BUDGET < kl <= TARGET * BUDGET * (1 + 1e-9)
-    assert all(point.mse <= MAX_REL_MSE for of_layer in spent for point in of_layer.points)
+    assert 0.8 * weigh.TARGET * BUDGET < kl <= weigh.TARGET * BUDGET * (1 + 1e-9)
     limits = [budget.limit for budget in budgets]
     assert limits == sorted(limits)
-    assert limits[-1] <= MAX_REL_MSE
+    assert limits[-1] == MAX_REL_MSE  # which no head may exceed, although nothing reads its errors
+    assert MAX_REL_MSE / 2 < max(point.mse for point in spent[-1].points) <= MAX_REL_MSE
     assert all(of_layer.mse <= limit for of_layer, limit in zip(spent, limits, strict=True))  # the power is 1
     equal = allocate(plain, kl / UNDERRATED / sum(2 * reach for reach in REACH))
     assert statistics.fmean(of_layer.cost for of_layer in spent) < 0.97 * equal.cost
@@ -136,11 +121,11 @@ def test_a_budget_goes_to_layers_whose_errors_reach_no_answer(monkeypatch):
 @given(st.lists(st.floats(1e-6, 1.0), min_size=5, max_size=5), st.sampled_from([2, 6, 20, 64]))
 def test_what_is_aimed_at_is_a_mean_whose_bound_is_within_the_budget(kls, count):
     recipe = replace(RECIPE, num_certify=count)
-    aim = find_aim([answers(kl) for kl in kls], PROMPTS, recipe)
+    aim = weigh.find_aim([answers(kl) for kl in kls], PROMPTS, recipe)
     scaled = [kl * aim / statistics.fmean(kls) for kl in kls]
     confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], recipe, 1)
     bound = estimate_mean_bound(scaled, [prompt.domain for prompt in PROMPTS], count, confidence)
-    assert bound == pytest.approx(TARGET * BUDGET)
+    assert bound == pytest.approx(weigh.TARGET * BUDGET)
 
 
 def noisy(monkeypatch, noise, budget, device=GPU, default=2e-3):
@@ -148,13 +133,15 @@ def noisy(monkeypatch, noise, budget, device=GPU, default=2e-3):
     prover = SimpleNamespace(executor=pretended(None, device))
     recipe = replace(RECIPE, budget=Budget("kl", budget))
     try:
-        return check_noise(prover, {1024: [], 512: PROMPTS}, recipe, default).budget.value
+        return weigh.check_noise(prover, {1024: [], 512: PROMPTS}, recipe, default).budget.value
     finally:
-        assert [(len(prompts), variants) for prompts, variants in seen] == [(NOISE_PROMPTS, [None])] * (device == GPU)
+        assert [(len(prompts), variants) for prompts, variants in seen] == [(weigh.NOISE_PROMPTS, [None])] * (
+            device == GPU
+        )
 
 
 def test_a_budget_below_the_noise_is_refused_where_it_was_named_and_raised_where_not(monkeypatch, caplog):
-    noise = 1e-3 / statistics.fmean(FACTORS[:NOISE_PROMPTS])  # of which the mean is 1e-3
+    noise = 1e-3 / statistics.fmean(FACTORS[: weigh.NOISE_PROMPTS])  # of which the mean is 1e-3
     assert [noisy(monkeypatch, noise * times, 2e-3) for times in (0.5, 1.0, 3.0)] == pytest.approx([2e-3, 2e-3, 6e-3])
     assert "two dense kernels differ by 3.0e-03 nats: the budget of answers is 6.0e-03" in caplog.text
     assert noisy(monkeypatch, noise, 1.5e-3) == 1.5e-3  # named, and above it
@@ -171,9 +158,9 @@ def test_all_layers_spend_more_or_less_until_the_answers_are_where_they_may_be(o
     begun = candidate()
     begun = replace(begun, recipe=replace(begun.recipe, budget=Budget("kl", BUDGET), num_certify=0, check_lengths=()))
     prompts = {length: [Prompt(torch.arange(length))] * 5 for length in LENGTHS}
-    answer(monkeypatch, lambda source: over * TARGET * BUDGET)
-    scaled = scale_to_answers(None, prompts, begun)
-    times = min(max(over ** (-1 / weigh.KL_FOR_ERROR), 1 / MAX_STEP), MAX_STEP)
+    answer(monkeypatch, lambda source: over * weigh.TARGET * BUDGET)
+    scaled = weigh.scale_to_answers(None, prompts, begun)
+    times = min(max(over ** (-1 / weigh.KL_FOR_ERROR), 1 / weigh.MAX_STEP), weigh.MAX_STEP)
     if over == 0.97:
         assert scaled is begun
         return
@@ -183,5 +170,5 @@ def test_all_layers_spend_more_or_less_until_the_answers_are_where_they_may_be(o
         for old, new in zip(before.choices, after.choices, strict=True):
             assert new.budget.mse == pytest.approx(times * old.spent)
     capped = {length: replace(result, limits=[MAX_REL_MSE] * 2) for length, result in begun.chosen.items()}
-    most = scale_to_answers(None, prompts, replace(begun, chosen=capped)).chosen[512].limits
+    most = weigh.scale_to_answers(None, prompts, replace(begun, chosen=capped)).chosen[512].limits
     assert most == pytest.approx([min(times, 1.0) * MAX_REL_MSE] * 2)
