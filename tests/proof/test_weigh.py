@@ -1,4 +1,4 @@
-"""What each layer may err for its part of a budget of answers, with answers whose KL is a known sum of errors."""
+"""Errors that layers may have for their parts of a budget of answers, whose KL is a known sum of these errors here."""
 
 import logging
 import statistics
