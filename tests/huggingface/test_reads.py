@@ -90,7 +90,7 @@ HANDLES = {
 
 
 def paths_of(call, model):
-    """What one call of a model runs, and why."""
+    """List what one call of a model runs, and why."""
     for state in hf.get_layer_states(model):
         state.counts.clear()
     call(model, prompt())
