@@ -13,7 +13,7 @@ from scipy import stats
 
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify_answers as module
-from calibrate.proof import recheck
+from calibrate.proof import recheck, weigh
 from calibrate.proof.answers import PromptAnswers
 from calibrate.proof.bounds import CONFIDENCE, SPEND_FRACTIONS, bound_mean, compute_attempt_confidence
 from calibrate.proof.certify_answers import CAP, EIGHTH_ROOM, build_answer_certificate, certify_answers
@@ -45,13 +45,15 @@ def certify(monkeypatch, kl_of, device=CPU, **changes):
     tried, before = [], BEGUN.chosen[512].choices[0].spent
 
     def measure(prover, prompts, sources, noise=False):
+        if noise:
+            return [answer([1e-5] * len(prompts))]
         (source,) = sources
         share = source.chosen[512].choices[0].budget.mse / before if source is not BEGUN else 1.0
         tried.append(min(SPEND_FRACTIONS, key=lambda fraction: abs(fraction - share)))
-        variants = [answer([kl_of(tried[-1]) * factor for factor in FACTORS], **changes)]
-        return variants + [answer([1e-5] * len(FACTORS))] * noise
+        return [answer([kl_of(tried[-1]) * factor for factor in FACTORS], **changes)]
 
-    monkeypatch.setattr(module, "measure_answers", measure)
+    for used in (module, weigh):
+        monkeypatch.setattr(used, "measure_answers", measure)
     return certify_answers(SimpleNamespace(executor=pretended(None, device)), {512: PROMPTS}, BEGUN), tried
 
 
