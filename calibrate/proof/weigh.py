@@ -31,7 +31,7 @@ from s2o_runtime.errors import ConfigError
 PROMPTS = 5  # of each length that a scale is measured on
 NOISE_PROMPTS = 2  # that two dense kernels are compared on
 NOISE_ROOM = 2.0  # times the noise, below which the default budget does not go
-SHARES = (1.0, 0.25, 0.0625)  # of the budget that the sensitivities predict: what is measured
+SHARES = (2**-4, 2**-7, 2**-10)  # of the budget as sensitivities predict it, which is up to 100 times too little
 SLOPES = (0.5, 2.0)  # that the logarithm of a measured KL may have in that of the predicted one
 TARGET = 0.9  # of the budget: where the certificate's bound is to come out
 MIN_WEIGHT = 1e-6  # of the mean head's: a head that moves no answer may err as much as any may
