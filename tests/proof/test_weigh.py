@@ -53,7 +53,7 @@ falling = st.lists(st.floats(0.01, 3.0), min_size=2, max_size=2)
 
 
 @given(falling, st.floats(1e-9, 1e3), st.lists(st.floats(1e-10, 1e4), min_size=2, max_size=2))
-@example([3.0, 3.0], 1.0, [0.12, 0.13])  # half-way between two measurements
+@example([3.0, 3.0], 1.0, [0.043, 0.046])  # half-way between two measurements
 def test_a_budget_is_read_off_a_line_through_what_was_measured(slopes, largest, aims):
     """In logarithms; it is exact at each measurement, and more may be spent for a larger KL."""
     measured = [largest]
@@ -84,7 +84,7 @@ def test_weights_make_the_mean_over_layers_the_predicted_kl(layers):
 
 
 REACH = 10.0, 3.0, 1.0, 1e-4  # what an error of each layer does to the answers' KL; the last one's reaches none
-UNDERRATED = 5.0  # times as much as the backward pass predicts
+UNDERRATED = 50.0  # times as much as the backward pass predicts
 
 
 def test_a_budget_goes_to_layers_whose_errors_reach_no_answer(monkeypatch):
