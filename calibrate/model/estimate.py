@@ -209,7 +209,8 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     proving = read + timing + PROOFS * recipe.held_out * sum(map(time_both, proven))
     noise = weighing = scaling = 0.0
     if recipe.budget.kind == "kl":
-        certifying = ATTEMPTS * recipe.num_certify * sum(time_answers(length, 1 + on_gpu) for length in proven)
+        certifying = ATTEMPTS * recipe.num_certify * sum(time_answers(length, 1) for length in proven)
+        certifying += on_gpu * 2 * sum(time_answers(length, 1) for length in proven)
         noise = on_gpu * 2 * time_answers(min(recipe.lengths), 1)
         weighing = WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
         weighing += ANSWERED * sum(time_answers(length, 3) for length in recipe.lengths)

@@ -34,6 +34,7 @@ from calibrate.proof.certify import (
 )
 from calibrate.proof.state import Candidate, Problem, ProblemKind
 from calibrate.proof.verify import Prompts, Prover
+from calibrate.proof.weigh import measure_noise
 from calibrate.record import CertifiedAnswers, CertifiedDomain, CertifiedLength
 from calibrate.search.choice import CalibrationDense
 
@@ -79,13 +80,12 @@ def _certify_length(
         reduced = candidate
         for layer in range(candidate.geometry.layers if fraction < 1 else 0):
             reduced = reduced.with_share(layer, length, fraction, CalibrationDense.OVER_BOUND)
-        on_gpu = prover.executor.device.kind == "cuda"
-        answers, *noise = measure_answers(prover, prompts, [reduced], noise=on_gpu and fraction == 1)
+        (answers,) = measure_answers(prover, prompts, [reduced])
         confidence = compute_attempt_confidence(fraction, candidate.recipe, 1)
         certified = build_answer_certificate(prompts, answers, budget, confidence)
         if fraction == 1:
             first_bound = certified.bound or 0.0
-            floor = statistics.fmean(prompt.kl for prompt in noise[0]) if noise else None
+            floor = measure_noise(prover, prompts)
         spent = None if fraction == 1 else fraction
         entry = replace(describe_prompts(prompts, answers), answers=replace(certified, noise=floor, spent=spent))
         log.info("%d tokens at %.0f%% of what layers spend: %s", length, 100 * fraction, certified)

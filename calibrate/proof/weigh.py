@@ -55,13 +55,11 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
 
     Raises ConfigError for a named budget below the noise. On a CPU the noise is not known, which the log says.
     """
-    if prover.executor.device.kind != "cuda":
+    length, budget = min(prompts), recipe.budget.value
+    noise = measure_noise(prover, prompts[length])
+    if noise is None:
         log.info("the noise of two dense kernels is not known on a CPU: the budget of answers is taken as it is")
         return recipe
-    length = min(prompts)
-    (answers,) = measure_answers(prover, prompts[length][:NOISE_PROMPTS], [], noise=True)
-    noise = max(statistics.fmean(prompt.kl for prompt in answers), 0.0)
-    budget = recipe.budget.value
     if budget == default and budget < NOISE_ROOM * noise:
         log.warning("two dense kernels differ by %.1e nats: the budget of answers is %.1e", noise, NOISE_ROOM * noise)
         return replace(recipe, budget=replace(recipe.budget, value=NOISE_ROOM * noise))
@@ -71,6 +69,17 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
             f"kernels at {length} tokens: allow at least {NOISE_ROOM * noise:.1e}"
         )
     return recipe
+
+
+def measure_noise(prover: Prover, prompts: Sequence[Prompt]) -> float | None:
+    """Return the mean KL between two dense kernels of the answers about the first prompts of a length, in nats.
+
+    None on a CPU, which has one kernel.
+    """
+    if prover.executor.device.kind != "cuda":
+        return None
+    (answers,) = measure_answers(prover, prompts[:NOISE_PROMPTS], [], noise=True)
+    return max(statistics.fmean(prompt.kl for prompt in answers), 0.0)
 
 
 def weigh_heads(costs: Sequence[float], layers: int) -> ErrorWeights:
@@ -179,7 +188,9 @@ def interpolate_budget(predicted: Sequence[float], measured: Sequence[float], ai
     goal = math.log(aim)
     # the first pair of neighbours whose lower end is below the aim; beyond all of them the last pair goes on
     high, low = next((pair for pair in pairwise(points) if pair[1][1] <= goal), (points[-2], points[-1]))
-    slope = min(max((high[1] - low[1]) / (high[0] - low[0]), SLOPES[0]), SLOPES[1])
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    if not low[1] <= goal < high[1]:  # between two measurements the line holds, whatever its slope
+        slope = min(max(slope, SLOPES[0]), SLOPES[1])
     start = high if abs(high[1] - goal) < abs(low[1] - goal) else low
     return math.exp(start[0] + (goal - start[1]) / slope)
 

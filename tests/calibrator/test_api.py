@@ -33,7 +33,7 @@ def test_it_does_what_the_command_does(tiny_folder, tmp_path, monkeypatch, capsy
     recipe = Recipe.from_options(given | {"model": str(tiny_folder), "out": Path("b/named.safetensors")})
     assert recipe.budget == Budget("rel_mse", 1e-2)
     assert calibrate(recipe, progress=False).journal_reused > 0
-    flags = "--budget-rel-mse 1e-2 --lengths 256 --segments 64 --trials 1 --num-prompts 1"
+    flags = "--budget-rel-mse 1e-2 --lengths 256 --segments 64 --lookbacks 64 --trials 1 --num-prompts 1"
     flags += " --num-held-out 1 --num-certify 0 --device cpu --json --out c/named.safetensors --journal"
     capsys.readouterr()
     assert command.main([*flags.split(), str(journal), "--model", str(tiny_folder)]) == 0
@@ -66,7 +66,7 @@ def test_its_defaults_are_the_commands(tiny_folder, tmp_path, monkeypatch):
     assert command.main(["--model", "demo", "--device", "cpu", "--time-limit", "5m"]) == 4
     assert recipes[0] == recipes[1]
     assert recipes[0].lengths == (1024, 2048)
-    assert recipes[0].out == Path("profiles/demo/cpu/rel-mse-0.001.safetensors")
+    assert recipes[0].out == Path("profiles/demo/cpu/kl-0.002.safetensors")
     assert recipes[0].time_limit == 300
 
 

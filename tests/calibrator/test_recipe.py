@@ -31,7 +31,8 @@ TOGETHER = {  # options that have to fit others, as sets of them that do
     "lengths": [{"lengths": (1 << 17, 1 << 18)}, {"lengths": (1 << 20,)}],
     "check_lengths": [{}, {"check_lengths": None}, {"check_lengths": ()}, {"check_lengths": (3 << 19, 3 << 20)}],
     "budgets": [{}, {"budget_rel_mse": 0.5}, {"budget_mse": 1e-5}, {"budget_mse": 0.1, "ceiling_rel_mse": None},
-                {"budget_mse": 1e-5, "ceiling_rel_mse": 2e-3, "budget_scope": "model", "kv_cache_dtype": "fp8"},
+                {"budget_kl": 1e-3}, {"budget_rel_mse": 0.5, "random_weights": True}, {"random_weights": True},
+                {"budget_mse": 1e-5, "ceiling_rel_mse": 2e-3, "kv_cache_dtype": "fp8"},
                 {"kv_cache_dtype": "fp8"}],
     "texts": [{}, {"domains": ("prose", "chinese")}, {"prompts": (Path("mine.jsonl"), Path("folder/b"))}],
     "workers": [{}, {"gpus": 2}, {"scheduler": "tcp://head:8786", "target_gpu": "H200"}],
@@ -69,7 +70,11 @@ def save(folder, text):
 @given(options=options_that_fit())
 def test_a_recipe_survives_yaml_and_its_record(options, folder):
     made = Recipe.from_options(options)
-    assert all(getattr(made, OPTIONS[name].field) == value for name, value in options.items() if "mse" not in name)
+    assert all(
+        getattr(made, OPTIONS[name].field) == value
+        for name, value in options.items()
+        if OPTIONS[name].field != "budget"
+    )
     from_yaml = load_yaml(save(folder, made.to_yaml()))
     others = {f"budget_{kind}" for kind in BUDGET_KINDS} - {f"budget_{made.budget.kind}"}
     others |= set() if made.budget.kind == "mse" else {"ceiling_rel_mse"}
@@ -136,6 +141,12 @@ def test_flags_override_a_file():
     assert merge_options(file, {"budget_rel_mse": 0.1}) == without_budget | {"budget_rel_mse": 0.1}
 
 
+def test_answers_are_held_by_default_but_not_those_of_random_weights():
+    assert recipe().budget == DEFAULT_BUDGET == Budget("kl", 2e-3)
+    assert recipe(random_weights=True).budget == Budget("rel_mse", 1e-3)
+    assert [Budget(kind, 1e-3).unit for kind in BUDGET_KINDS] == ["mse", "rel_mse", "rel_mse"]
+
+
 def test_a_budget_in_mse_has_a_ceiling_unless_it_is_switched_off():
     assert Budget.from_options({"budget_mse": 2.0}) == Budget("mse", 2.0, 1e-2)
     for off in (None, 0.0):
@@ -159,7 +170,6 @@ def test_a_layer_may_have_the_smaller_of_the_two_limits():
     made = recipe(budget_mse=1e-4)
     assert [made.binds(both.limit(power)) for power in powers] == ["rel_mse", "mse", "mse"]
     assert recipe(budget_mse=1e-4, ceiling_rel_mse=None).binds(1e-4) is None
-    assert recipe(budget_mse=1e-4, budget_scope="model").binds(5e-6) is None
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -167,6 +177,8 @@ def test_a_layer_may_have_the_smaller_of_the_two_limits():
     ({"check_lengths": (1024,)}, "check length 1024 is calibrated"),
     ({"check_lengths": (512, 1536)}, "check length 512 is below 1024, the shortest that is calibrated"),
     ({"budget_mse": 1.0, "budget_rel_mse": 1.0}, "budget_mse and budget_rel_mse are both given: choose one"),
+    ({"budget_kl": 1.0, "budget_mse": 1.0}, "budget_mse and budget_kl are both given: choose one"),
+    ({"budget_kl": 1e-3, "random_weights": True}, r"have no answers .*\(kl-0\.001\).*: use budget_rel_mse"),
     ({"budget_rel_mse": 0.1, "ceiling_rel_mse": 0.1}, r"mse only, but the budget is rel_mse 0\.1: leave it out"),
     ({"prompts": (Path("a"),), "domains": ("code",)}, "domains code are of the built-in text, but prompts are"),
     ({"domains": ("code", "code")}, "domains code,code name one twice: leave one out"),

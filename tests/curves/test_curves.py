@@ -66,7 +66,7 @@ def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
     predicts(prompt(**features), method, tile, tail)
 
 
-@pytest.mark.parametrize(("tile", "last_rows"), [(TILES[0], 256), pytest.param(TILES[2], 512, marks=SLOW)])
+@pytest.mark.parametrize(("tile", "last_rows"), [(TILES[0], 256), pytest.param(TILES[2], 256, marks=SLOW)])
 def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
     predicts(prompt(1700), METHODS[2], tile, "mean", last_rows)
 

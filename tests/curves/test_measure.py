@@ -113,7 +113,7 @@ def test_the_journal_answers_for_what_it_has(watched, monkeypatch):
     monkeypatch.setattr(layers, "DenseForward", None)
     fewer = watched.run(shapes=SHAPES | {600: SHAPES[600][1:]})  # which curves of more shapes have
     assert torch.equal(*(curves[600][0][RankingConfig(64), SHAPES[600][1]].mse for curves in (first, fewer)))
-    changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
+    changes = {"budget_mse": 1.0, "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
     assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, keep_needles=0.0))
     assert (watched.measured, watched.reused) == ([], 4)
 

@@ -20,8 +20,8 @@ OFTEN = DriftCheck(every=1, rows=16, after=3)
 TILE = TileConfig(64, 32, 1, 4, 1)
 
 
-def budgeted(profile, value, kind="rel_mse", scope="layer"):
-    return dataclasses.replace(profile, record={"budget": {"kind": kind, "value": value, "scope": scope}})
+def budgeted(profile, value, kind="rel_mse"):
+    return dataclasses.replace(profile, record={"budget": {"kind": kind, "value": value}})
 
 
 @pytest.fixture
@@ -178,9 +178,9 @@ def test_a_check_changes_nothing_and_works_in_and_out_of_inference_mode(plain):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def record(*limits, kind="mse", scope="layer", value=1e-4):
+def record(*limits, kind="mse", value=1e-4, **older):
     return {
-        "budget": {"kind": kind, "value": value, "scope": scope},
+        "budget": {"kind": kind, "value": value} | older,
         "held_out": [{"length": length, "layers": [{"limit": each} for each in of]} for length, of in limits],
     }
 
@@ -188,7 +188,7 @@ def record(*limits, kind="mse", scope="layer", value=1e-4):
 @pytest.mark.parametrize(("kind", "unit"), [("mse", "mse"), ("kl", "rel_mse")])
 def test_allowed_errors_are_the_limits_of_the_proof(plain, kind, unit):
     profile = make_profile(plain, 0.5)
-    limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), kind=kind, scope="model")
+    limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), kind=kind)
     first, second = read_error_limits(dataclasses.replace(profile, record=limits))
     assert first.unit == unit
     assert [first.at(length) for length in (1, 128, 360, 370, 10**6)] == [0.1, 0.1, 0.1, 0.3, 0.3]
@@ -201,10 +201,10 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain, kind, unit):
     [
         ({}, "names no budget that drift could be held to"),
         (record(value=float("nan")), "names no budget"),
-        (record(scope="model"), "does not say what each layer may have of the model's budget"),
+        (record((128, (0.1, 0.1)), scope="model"), "names no budget"),
         (record(kind="kl"), "does not say what each layer may have of the model's budget"),
-        (record((-1, (0.1, 0.1)), (128, ("a", True)), scope="model"), "does not say what each layer may have"),
-        ({"budget": {"kind": "mse", "value": 1, "scope": "model"}, "held_out": [3, {"layers": 4}]}, "does not say"),
+        (record((-1, (0.1, 0.1)), (128, ("a", True)), kind="kl"), "does not say what each layer may have"),
+        ({"budget": {"kind": "kl", "value": 1}, "held_out": [3, {"layers": 4}]}, "does not say"),
     ],
 )
 def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, record, message, info_log):

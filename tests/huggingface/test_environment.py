@@ -68,7 +68,7 @@ def test_other_weights_are_warned_about_once(named, caplog):
     [(None, None, (300, "warn")), ("s2o", "dense", (None, "dense")), ("warn", "off", (300, None))],
 )
 def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, monkeypatch, beyond, drift, states):
-    record = {"budget": {"kind": "mse", "value": 1.0, "scope": "layer"}}
+    record = {"budget": {"kind": "mse", "value": 1.0}}
     save_profile(dataclasses.replace(profile, lengths=(200,), layers=profile.layers[:1], record=record), named)
     for variable, value in (("S2O_BEYOND", beyond), ("S2O_DRIFT", drift)):
         if value is not None:

@@ -32,7 +32,7 @@ def profile(eager):
     """A budget of answers, whose last rows are exact."""
     made = make_profile(eager, 1e6)
     layers = tuple(tuple(dataclasses.replace(c, last_rows=LAST_ROWS) for c in bucket) for bucket in made.layers)
-    return dataclasses.replace(made, layers=layers, record={"budget": {"kind": "kl", "value": 1e-3, "scope": "model"}})
+    return dataclasses.replace(made, layers=layers, record={"budget": {"kind": "kl", "value": 1e-3}})
 
 
 def generate(**options):
@@ -89,7 +89,7 @@ HANDLES = {
 
 
 def paths_of(call, model):
-    """Return what one call of a model runs, and why."""
+    """List what one call of a model runs, and why."""
     for state in hf.get_layer_states(model):
         state.counts.clear()
     call(model, prompt())

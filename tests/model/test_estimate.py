@@ -91,7 +91,9 @@ def model_of(name):
 
 def estimated(device=H200, **options):
     model = model_of(options["model"])
-    defaults = {"num_prompts": 4, "num_held_out": 4, "num_certify": 32}  # of the time of the measured runs
+    # of the time of the measured runs
+    defaults = {"num_prompts": 4, "num_held_out": 4, "num_certify": 32}
+    defaults |= {} if "budget_kl" in options else {"budget_rel_mse": 1e-3}
     recipe = Recipe.from_options({"out": Path("p"), "device": device.kind} | defaults | options)
     return estimate(recipe, ModelSizes.from_model(model, device.kind), geometry(model.config), device)
 
@@ -108,6 +110,15 @@ def test_each_phase_takes_what_was_measured_and_the_memory_is_that():
     assert all(seconds / 2 <= predicted[phase] <= 2 * seconds for phase, seconds in CODER_PHASES.items())
     measured = re.search(r"peak GiB ([\d.]+)", (RESULTS / "calibrate-7b-memory-h200.txt").read_text())
     assert estimated(**ONE_7B, num_certify=0).memory / GIB == pytest.approx(float(measured[1]), rel=0.2)
+
+
+def test_a_budget_of_answers_takes_phases_of_its_own_and_certifies_by_questions():
+    of_layers, of_answers = (estimated(model="coder", **PAIR, **kl).seconds for kl in ({}, {"budget_kl": 2e-3}))
+    added = ["measuring noise", "weighing layers by answers", "measuring answers"]
+    assert [phase for phase in of_answers if phase not in of_layers] == added
+    assert all(of_answers[phase] == seconds for phase, seconds in of_layers.items() if phase != "certifying")
+    more = estimated(model="coder", **PAIR, budget_kl=2e-3, num_certify=64).seconds
+    assert 1.9 < more["certifying"] / of_answers["certifying"] <= 2
 
 
 def test_more_work_takes_longer():

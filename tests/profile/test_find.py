@@ -51,7 +51,7 @@ def mine(tmp_path, monkeypatch):
 def recorded(profile, kind, value, certified=True):
     """The profile with a budget, and with a certificate."""
     certificate = {"certificate": {"lengths": [{"length": 100, "prompts": 2}]}} if certified else {}
-    return replace(profile, record={"budget": {"kind": kind, "value": value, "scope": "layer"}, **certificate})
+    return replace(profile, record={"budget": {"kind": kind, "value": value}, **certificate})
 
 
 def write(profile, path):

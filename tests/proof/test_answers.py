@@ -8,7 +8,7 @@ import torch
 from calibrate.model.models import load
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import ANSWERED, EIGHTHS, QUOTED, ask_about
-from calibrate.proof import recheck
+from calibrate.proof import answers, layers, recheck
 from calibrate.proof.answers import answer_densely, measure_answers, summarise_eighths
 from calibrate.proof.verify import Prover
 from calibrate.work.executor import open_local_executor
@@ -44,14 +44,13 @@ def test_every_eighth_is_asked_about_in_words_of_the_prompt(prompt):
 @torch.no_grad()
 def test_answers_are_those_that_the_dense_model_generates(loaded, prompt):
     """Each token is the most likely one after those before it, as in greedy generation, or revising has ended."""
-    questions = ask_about(loaded.tokenizer, prompt.ids.tolist())[:2]
-    turns, truth = answer_densely(loaded, prompt.ids, questions)
-    whole = torch.cat([prompt.ids, torch.tensor(turns[0].ids)])
-    rows = LENGTH + torch.cat([torch.arange(len(turns[0].ids))[span] for span in turns[0].rows])
+    turn = answer_densely(loaded, prompt).turns[0]
+    whole = torch.cat([prompt.ids, torch.tensor(turn.ids)])
+    rows = LENGTH + torch.cat([torch.arange(len(turn.ids))[span] for span in turn.rows])
     logits = loaded.model(whole[None], use_cache=False).logits[0, rows].float().log_softmax(-1)
-    assert torch.allclose(truth[0], logits, atol=1e-4)
-    first = turns[0].rows[0]
-    assert truth[0][0].argmax() == turns[0].ids[first.start + 1]  # at least one token is final after each revision
+    assert torch.allclose(turn.log_probs, logits, atol=1e-4)
+    # at least one token is final after each revision
+    assert turn.log_probs[0].argmax() == turn.ids[turn.rows[0].start + 1]
 
 
 class Taus:
@@ -60,7 +59,9 @@ class Taus:
     kv_cache_dtype, min_length = "auto", 0
 
     def __init__(self, loaded, *taus):
-        self.configs = [LayerConfig.uniform(loaded.geometry.query_heads, tau=tau, segment=128) for tau in taus]
+        self.configs = [
+            LayerConfig.uniform(loaded.geometry.query_heads, tau=tau, segment=128, lookback=64) for tau in taus
+        ]
 
     def layer_config(self, layer, length):
         return self.configs[layer]
@@ -80,3 +81,23 @@ def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
     assert last == exact
     assert 1e-6 < first.kl < more.kl
     assert summarise_eighths([more, more]) == list(more.first)
+
+
+@torch.no_grad()
+def test_needles_are_those_that_the_proof_counts(loaded, monkeypatch):
+    """Spans of what the dense model says next, and one of what it does not; a sparse prefill loses some."""
+    for module in (answers, layers):
+        monkeypatch.setattr(module, "KEPT_WITHIN", 1e-3)  # nats: the model is undecided nearly everywhere
+    ids, spans = torch.randint(3, 98, (600,), generator=torch.Generator().manual_seed(1)), []
+    for begin in range(430, 590, 24):
+        for place in range(begin, begin + 3):
+            ids[place] = loaded.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
+        spans.append((begin, begin + 3))
+    ids[spans[3][0]] = (ids[spans[3][0]] + 1) % 98
+    prompts, source = [Prompt(ids, tuple(spans))], Taus(loaded, 100.0, 100.0)
+    with open_local_executor(loaded) as executor:
+        prover = Prover(executor)
+        ((counted,),) = measure_answers(prover, prompts, [source])
+        _, proofs = prover.prove(source, {600: prompts}, timed=False)
+    assert proofs[600].needles == (counted.kept, counted.found)
+    assert 0 < counted.kept < counted.found < len(spans)

@@ -20,7 +20,7 @@ from calibrate.proof.bounds import (
     count_texts_for,
 )
 from calibrate.recipe import Budget, Recipe
-from scripts.study.coverage import SHAPES, covered, grouped
+from scripts.study.coverage import SHAPES, cover_answers, covered, grouped
 
 # how often of 50 the means of all cells are within their bounds, at least
 LEAST = {"lognormal, spread 0.2": 45, "lognormal, spread 1": 30, "3 of 100 thirty times as large": 20, "Pareto, 2": 40}
@@ -40,6 +40,14 @@ def test_how_often_claims_hold_where_few_texts_err_much_and_where_prompts_of_one
     assert means < 0.5 < 0.84 <= share
     by_prompt, by_group = grouped(300)
     assert by_prompt < 0.93 < 0.95 < by_group
+
+
+@pytest.mark.parametrize("spread", ["0.2", "0.5"])
+def test_how_often_the_answers_claim_holds_by_default(spread):
+    """With two texts of each of ten kinds; docs/results/coverage-answers.txt has more rounds and heavier tails."""
+    each, every = cover_answers(SHAPES[f"lognormal, spread {spread}"], 20, 150)
+    assert each >= 0.95
+    assert every >= 0.92
 
 
 def test_the_bound_is_students():

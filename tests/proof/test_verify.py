@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from calibrate.curves.curves import compute_row_errors
 from calibrate.model.logits import count_rows_at_once
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof import certify, layers, verify
+from calibrate.proof import layers, verify
 from calibrate.proof.layers import PLACES, LayerHistory, count_answer_rows, measure_places
 from calibrate.proof.verify import LengthProof, Prover
-from calibrate.work.executor import measure_items, open_executor
 from s2o_runtime import patch, unpatch
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig, TileConfig

@@ -130,5 +130,5 @@ def test_layers_share_a_budget_by_weight():
     layers = [{RANKING: curve([[(1.0, 0.2)], [(1.0, 0.2)]])}, {RANKING: curve([[(1.0, 0.6)], [(1.0, 0.6)]])}]
     assert [allocate(curves, 0.5).density for curves in layers] == [0.6, 0.8]  # one head of two in each
     for weight, densities in ((1.0, [0.2, 1.0]), (4.0, [1.0, 0.6])):
-        together = allocate_together(layers, [ErrorWeights(weight), ErrorWeights()], 0.5)
+        together = allocate_together(layers, [ErrorWeights(weight), ErrorWeights()], 0.5, [SearchConstraints()] * 2)
         assert [allocation.density for allocation in together] == densities

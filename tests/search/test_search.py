@@ -15,7 +15,7 @@ from calibrate.curves.measure import combine_prompts, measure_prompt
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study
-from calibrate.search.choice import CalibrationDense, SearchPoint, build_plan
+from calibrate.search.choice import CalibrationDense, LayerBudget, SearchPoint, build_plan
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import Timing
 from s2o_runtime.config import TileConfig
@@ -60,7 +60,8 @@ def curves():
 
 
 def make_search(curves, timer=None, **changes):
-    return LayerSearch(0, 768, curves, recipe(**changes), TILES, timer)
+    made = recipe(**changes)
+    return LayerSearch(0, 768, curves, LayerBudget.from_recipe(curves, made), made, TILES, timer)
 
 
 def run(search, out_of_time=lambda: False):
@@ -110,7 +111,8 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count, every_p
 @pytest.mark.parametrize("worth_a_trial", [ALL // 2, ALL])
 def test_the_default_comes_first_and_then_the_points_by_predicted_cost(trials, worth_a_trial, curves, monkeypatch):
     """As many as there are trials for; points that are predicted to be much slower get none."""
-    predicted = {point: build_plan(point, curves, recipe()).cost for point in POINTS}
+    budget = LayerBudget.from_recipe(curves, recipe())
+    predicted = {point: build_plan(point, curves, budget).cost for point in POINTS}
     limit = sorted(predicted.values())[worth_a_trial - 1]
     monkeypatch.setattr(study, "MAX_PREDICTED_COST", limit / min(predicted.values()) * (1 + 1e-9))
     search = make_search(curves, trials=trials)
@@ -143,7 +145,7 @@ def test_on_a_gpu_time_decides(curves, every_point):
     search = make_search(curves, timer, trials=30)
     choice = run(search)
     assert choice.seconds == choice.timing.seconds == min(seconds_of(tried.config) for tried in search.tried.values())
-    assert (choice.point, choice.why_dense) == ((128, TILES[2], 128), None)
+    assert (choice.point, choice.why_dense) == (SearchPoint(128, TILES[2]), None)
     cheapest = min(search.tried.values(), key=lambda tried: tried.allocation.cost)
     assert cheapest.point != choice.point  # what is predicted would have chosen another
     for index, (_, best) in enumerate(calls):
@@ -155,9 +157,9 @@ def test_a_neighbours_best_point_is_taken_with_ones_own_budget_and_what_is_slow_
     point, slow = SearchPoint(128, TILES[1]), make_search(curves, lambda *_: Timing(0.0015, 0.0, 1.0, 0.001, 7))
     choice = make_search(curves).apply_point(point)
     assert choice.point == point
-    assert choice.config == build_plan(point, curves, recipe()).config
+    assert choice.config == build_plan(point, curves, LayerBudget.from_recipe(curves, recipe())).config
     budget = recipe().budget.value * recipe().margin * next(iter(curves.values())).dense_power
-    assert choice.allocation.mse <= choice.budget_mse == pytest.approx(budget)
+    assert choice.allocation.mse <= choice.budget.mse == pytest.approx(budget)
     for choice, at in ((slow.apply_point(point), point), (run(slow), DEFAULT)):
         assert (choice.point, choice.dense_sentence) == (at, "1.50 ms against 1.00 ms dense")
         assert (choice.config.is_dense, choice.allocation.mse) == (True, 0.0)
@@ -222,7 +224,9 @@ def test_a_time_limit_stops_a_search_that_has_had_one_trial(checks, expected, cu
 def test_a_storage_keeps_every_trial_with_its_heads(curves, tmp_path, every_point):
     url = f"sqlite:///{tmp_path / 'studies.db'}"
     kept_in = recipe(segments=SEGMENTS[:2], trials=4, storage=url)
-    searches = [LayerSearch(0, 768, curves, one, TILES[:2]) for one in (kept_in, replace(kept_in, storage=None))]
+    budget = LayerBudget.from_recipe(curves, kept_in)
+    recipes = kept_in, replace(kept_in, storage=None)
+    searches = [LayerSearch(0, 768, curves, budget, one, TILES[:2]) for one in recipes]
     choice, in_memory = (search.run(Studies(search.recipe, "demo", "NVIDIA H200")) for search in searches)
     assert choice.config == in_memory.config  # that it is kept changes nothing
     (name,) = optuna.get_all_study_names(storage=url)
@@ -255,6 +259,12 @@ def test_a_storage_that_cannot_be_opened_is_one_sentence_without_its_password(ur
     assert "secret" not in str(raised.value)
 
 
+def test_a_layer_that_its_budget_makes_dense_says_so(curves):
+    plan = build_plan(DEFAULT, curves, LayerBudget.from_recipe(curves, recipe(value=1e-30)))
+    assert plan.why_dense is None  # nothing made it dense but its budget
+    assert plan.dense_sentence == CalibrationDense.NO_GAIN.value
+
+
 def test_the_lookback_is_chosen_as_time_says_and_keeps_its_promise(every_point):
     prompt, lookbacks = make_prompts(1), (128, 256)
     both = measured(prompt, lookbacks=lookbacks)
@@ -269,9 +279,3 @@ def test_the_lookback_is_chosen_as_time_says_and_keeps_its_promise(every_point):
         assert choice.config.lookback == choice.point.lookback == faster
         out, truth = attend(prompt[0], choice.config)
         assert float((out - truth).square().mean()) == pytest.approx(choice.allocation.mse, rel=1e-2)
-
-
-def test_a_layer_that_its_budget_makes_dense_says_so():
-    in_16_bits = build_plan(DEFAULT, measured(make_prompts(1)), recipe(value=1e-30))
-    assert in_16_bits.why_dense is None  # nothing made it dense but its budget
-    assert in_16_bits.dense_sentence == CalibrationDense.NO_GAIN.value

@@ -10,8 +10,8 @@ from calibrate.curves.curves import TAUS, Curve, RankingConfig
 from calibrate.proof.state import Candidate
 from calibrate.proof.verify import LayerProof, LengthProof, PromptErrors
 from calibrate.recipe import Budget, Recipe
-from calibrate.search.allocate import allocate
-from calibrate.search.choice import LayerPlan, SearchPoint
+from calibrate.search.allocate import Allocation, SearchConstraints
+from calibrate.search.choice import LayerBudget, LayerPlan, SearchPoint
 from calibrate.search.choose import SearchResult
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -20,21 +20,28 @@ from s2o_runtime.identity import Geometry
 LENGTHS, CHECKS = (512, 1024, 2048), (768, 1536)
 RECIPE = Recipe("m", Budget("mse", 1e-4), LENGTHS, Path("p"), segments=(256,), check_lengths=CHECKS).validate()
 LIMITS = {length: [1e-4 * (index + 1), 2e-4 * (index + 1)] for index, length in enumerate(LENGTHS)}
+SLOPES = 1e-7, 3e-7  # of the error of each head, with tau
 PROMPTS = dict.fromkeys(sorted((*LENGTHS, *CHECKS)), ())
 
 
-def choice(budget):
-    """A layer of two heads whose error grows with tau, and whose density falls."""
-    mse = torch.tensor([[1e-7 * tau, 3e-7 * tau] for tau in TAUS], dtype=torch.float64).T
-    density = torch.linspace(0.9, 0.2, len(TAUS), dtype=torch.float64).expand(2, -1)
-    curves = {RankingConfig(256): Curve(mse, 2 * mse, torch.zeros_like(mse), torch.zeros_like(mse), density, 1.0)}
-    return LayerPlan(SearchPoint(256, TileConfig()), curves, budget, allocate(curves, budget))
+def curve_of(slopes=SLOPES):
+    """A layer's curve: of heads whose error grows with tau, and whose density falls."""
+    mse = torch.tensor([[slope * tau for tau in TAUS] for slope in slopes], dtype=torch.float64)
+    density = torch.linspace(0.9, 0.2, len(TAUS), dtype=torch.float64).expand(len(slopes), -1)
+    return Curve(mse, 2 * mse, torch.zeros_like(mse), torch.zeros_like(mse), density, 1.0)
+
+
+def choice(limit):
+    """A layer of two such heads."""
+    curves = {RankingConfig(256): curve_of()}
+    budget = LayerBudget(limit, 0.8 * limit, SearchConstraints())
+    return LayerPlan(SearchPoint(256, TileConfig()), curves, budget, Allocation(())).spending(budget.mse)
 
 
 def candidate(kind="cpu"):
     chosen = {
         length: SearchResult(
-            [choice(0.8 * limit) for limit in limits],
+            [choice(limit) for limit in limits],
             limits,
             groups=[[0, 1]],
             failures=Counter(),
@@ -69,10 +76,10 @@ def with_proofs(begun, changes=None):
     return replace(begun, proofs=proofs)
 
 
-def error_of(config):
-    """The mean squared error that the curves of `choice` predict of a layer."""
+def error_of(config, slopes=SLOPES):
+    """The mean squared error that `curve_of` predicts of a layer."""
     error = 0.0
-    for slope, head in zip((1e-7, 3e-7), config.heads, strict=True):
+    for slope, head in zip(slopes, config.heads, strict=True):
         if head.mode == "s2o":
             error += slope * head.tau * (2 if head.tail == "mean" else 1)
-    return error / 2
+    return error / len(slopes)

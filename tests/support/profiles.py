@@ -30,7 +30,6 @@ CERTIFICATE = {
             "error_over_limit": 1.75,
             "kl": 2e-3,
             "mean_kl": 1e-3,
-            "noise_floor": 1e-4,
             "top1": 0.985,
             "retrieval": {"found": 32, "kept": 30, "low": 0.79, "high": 0.99},
             "domains": [

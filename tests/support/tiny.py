@@ -11,6 +11,7 @@ from support.models import save
 CHARACTERS = [chr(code) for code in (10, *range(32, 127))]  # with three special tokens they fit a vocabulary of 128
 QUICK = {
     "segments": (64, 128),
+    "lookbacks": (64,),  # prompts are short: with more most of their keys are always visited
     "num_prompts": 2,
     "num_held_out": 1,
     "num_certify": 0,
