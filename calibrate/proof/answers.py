@@ -39,6 +39,7 @@ from s2o_runtime.huggingface import hf
 from s2o_runtime.reference.dense import use_sdpa_backend
 
 NOISE = "noise"  # the variant that is dense attention by another kernel
+CACHE_BYTES = 16 << 30  # that copies of a prompt's cache may have, for turns that run at once
 MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each of its tokens
 
 
@@ -154,27 +155,19 @@ class AnswersItem(ProofItem):
 
 
 @dataclass(frozen=True)
-class AnsweredTurn:
-    """Two turns behind a prompt, with the answers that the dense model gives.
-
-    ids: the tokens of both. rows: the rows before each token of the first answer, and of the second. log_probs: of the
-    dense model at these rows, float32 [R, V] on the CPU.
-    """
-
-    ids: list[int]
-    rows: tuple[slice, slice]
-    eighth: int
-    log_probs: Tensor
-
-
-@dataclass(frozen=True)
 class DenseAnswers:
     """The dense model's answers: to questions behind a prompt, and the needles that it finds at the prompt's end.
 
-    needles: of each one its rows among the prompt's last ones, its tokens int64 [T] and their log-probability in nats.
+    turns: the tokens of each question with its answer, and of the next one with its own, as many in each. rows: those
+    before each answer's tokens, the first's and the second's. log_probs: at these rows, float32 [turns, R, V]. eighths:
+    the part of the prompt that each first question is about. needles: of each one its rows among the prompt's last
+    ones, its tokens int64 [T] and their log-probability in nats.
     """
 
-    turns: list[AnsweredTurn]
+    turns: list[list[int]]
+    rows: tuple[range, range]
+    log_probs: Tensor
+    eighths: tuple[int, ...]
     needles: list[tuple[slice, Tensor, float]]
 
 
@@ -182,38 +175,35 @@ def answer_densely(loaded: LoadedModel, prompt: Prompt) -> DenseAnswers:
     """Let the dense model answer, each question by itself and then the next one behind it."""
     cache, last = prefill(loaded, prompt)
     questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
-    answers = [revise_answer(loaded, cache, question) for question in questions]
-    turns = []
-    for number, question in enumerate(questions):
-        following = (number + 1) % len(questions)
-        first_end = len(question.ids) + len(answers[number])
-        second_begin = first_end + len(questions[following].ids)
-        tokens = [*question.ids, *answers[number], *questions[following].ids, *answers[following]]
-        rows = slice(len(question.ids) - 1, first_end - 1), slice(second_begin - 1, len(tokens) - 1)
-        turns.append(AnsweredTurn(tokens, rows, question.eighth, read_log_probs(loaded, cache, tokens, rows).cpu()))
+    answered = revise_answers(loaded, cache, questions)
+    turns = [first + second for first, second in zip(answered, answered[1:] + answered[:1], strict=True)]
+    asked, length = len(questions[0].ids), len(answered[0])
+    rows = range(asked - 1, length - 1), range(length + asked - 1, 2 * length - 1)
     needles, before = [], prompt.length - len(last)
     for first, end in prompt.answers:  # the row before each token predicts it
         span, needle = slice(first - 1 - before, end - 1 - before), prompt.ids[first:end].to(last.device)
         if last[span].argmax(-1).equal(needle):
             needles.append((span, needle, _sum_log_probs(last[span], needle)))
-    return DenseAnswers(turns, needles)
+    log_probs = follow(loaded, cache, turns, [*rows[0], *rows[1]])
+    return DenseAnswers(turns, rows, log_probs, tuple(question.eighth for question in questions), needles)
 
 
-def revise_answer(loaded: LoadedModel, cache: Any, question: Question) -> list[int]:
-    """Return what the model itself answers: the document's answer, revised until each token is the most likely one.
+def revise_answers(loaded: LoadedModel, cache: Any, questions: Sequence[Question]) -> list[list[int]]:
+    """Return each question with what the model itself answers: the document's answer, revised by the model.
 
-    Every pass replaces all tokens by the most likely ones, which makes at least one more of them final, so an answer
-    that the document has nearly right takes two or three passes where generation takes one for each token. After
-    `MAX_REVISIONS` passes the answer is taken as it is.
+    Every pass replaces all tokens of the answers by the most likely ones, which makes at least one more of them final,
+    so an answer that the document has nearly right takes two or three passes where generation takes one for each token.
+    After `MAX_REVISIONS` passes the answers are taken as they are.
     """
-    answer = question.answer
+    asked, answers = len(questions[0].ids), [question.answer for question in questions]
+    rows = range(asked - 1, asked + len(answers[0]) - 1)
     for _ in range(MAX_REVISIONS):
-        logits = follow(loaded, cache, [*question.ids, *answer])
-        likely = logits[len(question.ids) - 1 : -1].argmax(-1).tolist()
-        if likely == answer:
+        turns = [question.ids + answer for question, answer in zip(questions, answers, strict=True)]
+        likely: list[list[int]] = follow(loaded, cache, turns, rows).argmax(-1).tolist()
+        if likely == answers:
             break
-        answer = likely
-    return answer
+        answers = likely
+    return [question.ids + answer for question, answer in zip(questions, answers, strict=True)]
 
 
 def compare_answers(
@@ -222,19 +212,14 @@ def compare_answers(
     """Compare the answers of a model that is patched during the prefill only."""
     with patch():
         cache, last = prefill(loaded, prompt)
-    first, second = [], []
-    for turn in dense.turns:
-        log_probs = read_log_probs(loaded, cache, turn.ids, turn.rows)
-        kl = compare_log_probs(turn.log_probs.to(log_probs.device), log_probs).kl
-        tokens = turn.rows[0].stop - turn.rows[0].start
-        first.append(float(kl[:tokens].mean()))
-        second.append(float(kl[tokens:].mean()))
+    log_probs = follow(loaded, cache, dense.turns, [*dense.rows[0], *dense.rows[1]])
+    kl, tokens = compare_log_probs(dense.log_probs, log_probs).kl, len(dense.rows[0])
     kept = sum(
         last[rows].argmax(-1).equal(tokens) or log_prob - _sum_log_probs(last[rows], tokens) < KEPT_WITHIN
         for rows, tokens, log_prob in dense.needles
     )
-    eighths = tuple(turn.eighth for turn in dense.turns)
-    return PromptAnswers(tuple(first), tuple(second), eighths, len(dense.needles), kept)
+    first, second = (tuple(part.mean(1).tolist()) for part in (kl[:, :tokens], kl[:, tokens:]))
+    return PromptAnswers(first, second, dense.eighths, len(dense.needles), kept)
 
 
 def prefill(loaded: LoadedModel, prompt: Prompt) -> tuple[Any, Tensor]:
@@ -252,17 +237,20 @@ def _sum_log_probs(log_probs: Tensor, tokens: Tensor) -> float:
     return float(log_probs.gather(1, tokens[:, None]).double().sum())
 
 
-def follow(loaded: LoadedModel, cache: Any, tokens: Sequence[int]) -> Tensor:
-    """Return the logits float32 [T, V] of tokens behind a cache, which stays as it is."""
-    ids = torch.tensor([tokens], device=loaded.weights.device)
-    logits: Tensor = loaded.model(input_ids=ids, past_key_values=copy.deepcopy(cache), use_cache=True).logits
-    return logits[0].float()
+def follow(loaded: LoadedModel, cache: Any, turns: Sequence[Sequence[int]], rows: Sequence[int]) -> Tensor:
+    """Return the log-probabilities at some rows of turns of one length behind a cache, which stays as it is.
 
-
-def read_log_probs(loaded: LoadedModel, cache: Any, tokens: Sequence[int], rows: Sequence[slice]) -> Tensor:
-    """Return the log-probabilities at some rows of tokens behind a cache, float32 [R, V]."""
-    logits = follow(loaded, cache, tokens)
-    return torch.cat([logits[part] for part in rows]).log_softmax(-1)
+    As many turns run at once as have caches within `CACHE_BYTES`. The result is float32 [turns, rows, V].
+    """
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    at_once, pieces = max(1, CACHE_BYTES // max(held, 1)), []
+    for first in range(0, len(turns), at_once):
+        ids = torch.tensor(turns[first : first + at_once], device=loaded.weights.device)
+        copied = copy.deepcopy(cache)
+        copied.batch_repeat_interleave(len(ids))
+        logits = loaded.model(input_ids=ids, past_key_values=copied, use_cache=True).logits
+        pieces.append(logits[:, rows].float().log_softmax(-1))
+    return torch.cat(pieces)
 
 
 @contextmanager

@@ -34,11 +34,11 @@ from calibrate.proof.certify import (
 )
 from calibrate.proof.state import Candidate, Problem, ProblemKind
 from calibrate.proof.verify import Prompts, Prover
-from calibrate.proof.weigh import measure_noise
+from calibrate.proof.weigh import measure_noise, spend_answers
 from calibrate.record import CertifiedAnswers, CertifiedDomain, CertifiedLength
-from calibrate.search.choice import CalibrationDense
 
 CAP = 10.0  # times the budget: a prompt above it counts with so much in the mean, and by itself
+SKEW = 2  # times as much confidence: KLs of single prompts are skewed (docs/results/coverage-answers.txt)
 EIGHTH_ROOM = 2.0  # times the budget that answers about one eighth of the prompts may have in the mean
 
 log = logging.getLogger("calibrate")
@@ -77,11 +77,9 @@ def _certify_length(
         # the last fraction is always tried; a KL falls more slowly than what is spent
         if fraction not in (SPEND_FRACTIONS[0], SPEND_FRACTIONS[-1]) and fraction * first_bound > HOPELESS * budget:
             continue
-        reduced = candidate
-        for layer in range(candidate.geometry.layers if fraction < 1 else 0):
-            reduced = reduced.with_share(layer, length, fraction, CalibrationDense.OVER_BOUND)
+        reduced = candidate if fraction == 1 else spend_answers(candidate, length, fraction)
         (answers,) = measure_answers(prover, prompts, [reduced])
-        confidence = compute_attempt_confidence(fraction, candidate.recipe, 1)
+        confidence = compute_attempt_confidence(fraction, candidate.recipe, SKEW)
         certified = build_answer_certificate(prompts, answers, budget, confidence)
         if fraction == 1:
             first_bound = certified.bound or 0.0

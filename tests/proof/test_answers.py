@@ -44,13 +44,23 @@ def test_every_eighth_is_asked_about_in_words_of_the_prompt(prompt):
 @torch.no_grad()
 def test_answers_are_those_that_the_dense_model_generates(loaded, prompt):
     """Each token is the most likely one after those before it, as in greedy generation, or revising has ended."""
-    turn = answer_densely(loaded, prompt).turns[0]
-    whole = torch.cat([prompt.ids, torch.tensor(turn.ids)])
-    rows = LENGTH + torch.cat([torch.arange(len(turn.ids))[span] for span in turn.rows])
-    logits = loaded.model(whole[None], use_cache=False).logits[0, rows].float().log_softmax(-1)
-    assert torch.allclose(turn.log_probs, logits, atol=1e-4)
-    # at least one token is final after each revision
-    assert turn.log_probs[0].argmax() == turn.ids[turn.rows[0].start + 1]
+    dense = answer_densely(loaded, prompt)
+    for turn, log_probs in zip(dense.turns[:2], dense.log_probs, strict=False):
+        whole = torch.cat([prompt.ids, torch.tensor(turn)])
+        rows = LENGTH + torch.tensor([*dense.rows[0], *dense.rows[1]])
+        logits = loaded.model(whole[None], use_cache=False).logits[0, rows].float().log_softmax(-1)
+        assert torch.allclose(log_probs, logits, atol=1e-4)
+        # at least one token is final after each revision
+        assert log_probs[0].argmax() == turn[dense.rows[0].start + 1]
+
+
+@torch.no_grad()
+def test_turns_are_the_same_however_many_run_at_once(loaded, prompt, monkeypatch):
+    together = answer_densely(loaded, prompt)
+    monkeypatch.setattr(answers, "CACHE_BYTES", 0)
+    alone = answer_densely(loaded, prompt)
+    assert alone.turns == together.turns
+    assert torch.allclose(alone.log_probs, together.log_probs, atol=1e-5)
 
 
 class Taus:

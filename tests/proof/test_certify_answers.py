@@ -16,8 +16,9 @@ from calibrate.proof import certify_answers as module
 from calibrate.proof import recheck, weigh
 from calibrate.proof.answers import PromptAnswers
 from calibrate.proof.bounds import CONFIDENCE, SPEND_FRACTIONS, bound_mean, compute_attempt_confidence
-from calibrate.proof.certify_answers import CAP, EIGHTH_ROOM, build_answer_certificate, certify_answers
+from calibrate.proof.certify_answers import CAP, EIGHTH_ROOM, SKEW, build_answer_certificate, certify_answers
 from calibrate.proof.state import ProblemKind
+from calibrate.proof.weigh import spend_answers
 from calibrate.recipe import Budget
 from calibrate.record import Certificate
 from calibrate.report.sections import list_claims
@@ -42,16 +43,19 @@ def answer(kls, worst=1.0, found=4, kept=4):
 
 def certify(monkeypatch, kl_of, device=CPU, **changes):
     """The result, and the shares of what layers spend that were tried; `kl_of` is the mean KL for a share."""
-    tried, before = [], BEGUN.chosen[512].choices[0].spent
+    tried, asked = [], [1.0]
+
+    def spend(source, length, share):
+        asked.append(share)
+        return spend_answers(source, length, share)
 
     def measure(prover, prompts, sources, noise=False):
         if noise:
             return [answer([1e-5] * len(prompts))]
-        (source,) = sources
-        share = source.chosen[512].choices[0].budget.mse / before if source is not BEGUN else 1.0
-        tried.append(min(SPEND_FRACTIONS, key=lambda fraction: abs(fraction - share)))
+        tried.append(asked[-1])
         return [answer([kl_of(tried[-1]) * factor for factor in FACTORS], **changes)]
 
+    monkeypatch.setattr(module, "spend_answers", spend)
     for used in (module, weigh):
         monkeypatch.setattr(used, "measure_answers", measure)
     return certify_answers(SimpleNamespace(executor=pretended(None, device)), {512: PROMPTS}, BEGUN), tried
@@ -62,7 +66,7 @@ def test_answers_whose_bound_holds_spend_what_was_adjusted(monkeypatch):
     assert (result.problems, result.chosen, tried) == ((), BEGUN.chosen, [1.0])
     shown, entry = result.certificates[512].answers, result.certificates[512]
     kls = [0.5 * BUDGET * factor for factor in FACTORS]
-    confidence = compute_attempt_confidence(1.0, BEGUN.recipe, 1)
+    confidence = compute_attempt_confidence(1.0, BEGUN.recipe, SKEW)
     assert shown.bound == pytest.approx(bound_mean(kls, KINDS, confidence))
     assert (shown.mean, shown.worst_eighth) == (pytest.approx(statistics.fmean(kls)),) * 2
     assert shown.second_turn == pytest.approx(2 * shown.mean)
@@ -80,8 +84,8 @@ def test_answers_whose_bound_holds_spend_what_was_adjusted(monkeypatch):
 @pytest.mark.parametrize(
     ("kl_of", "tried", "problem"),
     [
-        (lambda share: 1.1 * BUDGET * share, [1.0, 0.85, 0.7], None),
-        (lambda share: 2.0 * BUDGET * share, [1.0, 0.5, 0.35], None),  # 0.85 and 0.7 are hopeless
+        (lambda share: 1.0 * BUDGET * share, [1.0, 0.85, 0.7], None),
+        (lambda share: 1.8 * BUDGET * share, [1.0, 0.5, 0.35], None),  # 0.85 and 0.7 are hopeless
         (lambda share: 9.0 * BUDGET * share, [1.0, 0.35], "the bound of the answers' mean KL is "),
         (lambda share: math.nan, [1.0, 0.85, 0.7, 0.5, 0.35], "the bound of the answers' mean KL is not finite"),
     ],
@@ -91,8 +95,8 @@ def test_where_the_bound_is_over_the_budget_all_layers_spend_less(kl_of, tried, 
     result, shares = certify(monkeypatch, kl_of)
     assert shares == tried
     assert result.certificates[512].answers.spent == tried[-1]
-    for old, new in zip(BEGUN.chosen[512].choices, result.chosen[512].choices, strict=True):
-        assert new.budget.mse == pytest.approx(tried[-1] * old.spent)
+    spent, before = (sum(plan.spent for plan in one.chosen[512].choices) for one in (result, BEGUN))
+    assert 0.4 * tried[-1] * before < spent <= tried[-1] * before * (1 + 1e-9)
     assert [one.kind for one in result.problems] == [ProblemKind.NOT_SHOWN] * bool(problem)
     assert all(problem in str(one) and "1.0e-03 is allowed" in str(one) for one in result.problems)
 

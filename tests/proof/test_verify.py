@@ -227,23 +227,6 @@ def test_places_weigh_back_to_the_rows_that_are_not_dense_as_last(length, chunk,
     torch.testing.assert_close(sums, expected)
 
 
-def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder):
-    class OnCpu(certify.NoiseFloor):
-        def run(self, worker):
-            self.use_s2o(worker)
-            return certify.measure_noise(worker.loaded, worker.prompts[self.prompt], certify.SDPBackend.MATH)
-
-    prompts, floors = random_prompts(330)[330], []
-    for dtype in (torch.float32, torch.bfloat16):
-        with open_executor(stream(tiny_folder, False, dtype)) as executor:
-            proof = prove(executor, {330: prompts}, Layers((SPARSE, SPARSE)))[1][330]
-            items = [OnCpu(330, prompt.sha256) for prompt in prompts]
-            floors.append(max(0.0, sum(measure_items(items, executor, None)) / 2))
-        assert proof.kl > 10 * floors[-1]
-    assert 0 <= floors[0] < 1e-7
-    assert floors[0] < floors[1]
-
-
 def test_nan_is_named(tmp_path):
     parameter = "model.layers.1.self_attn.v_proj.weight"
     folder = save("llama", tmp_path, lambda model: model.get_parameter(parameter).data[3, 5].fill_(torch.inf))
