@@ -196,13 +196,9 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
     if lengths[0].answers is not None:
         columns |= {f"KL at\n{length.length}": show_at(length.length, "kl", ".1e") for length in lengths}
     else:
-        columns |= {
-            **{
-                f"error / limit\nat {length.length}": show_at(length.length, "error_over_limit", ".0%")
-                for length in lengths
-            },
-            "mean KL": lambda text: _format_largest((domain.kl for domain in texts[text].values()), ".1e"),
-        }
+        for length in lengths:
+            columns[f"error / limit\nat {length.length}"] = show_at(length.length, "error_over_limit", ".0%")
+        columns["mean KL"] = lambda text: _format_largest((domain.kl for domain in texts[text].values()), ".1e")
     return Table.from_rows(sorted(texts), columns, "by kind of text", align="lr")
 
 

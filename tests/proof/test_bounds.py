@@ -92,15 +92,11 @@ def test_the_looks_at_all_layers_and_lengths_share_the_error_probability():
     assert risks[0] == pytest.approx(sum(risks[1:]))
 
 
-@pytest.mark.parametrize(("count", "above"), [(3, 0), (29, 0), (61, 2)])
-def test_the_share_of_texts_within_a_limit(count, above):
-    """By the exact binomial test."""
-    assert stats.binom.cdf(above, count, 1 - bound_share(count, above, 0.05)) == pytest.approx(0.05)
-    assert bound_share(3, 3, 0.05) == 0.0
-    assert compute_excess_probability(above, count, 0.9) == pytest.approx(stats.binom.sf(above - 1, count, 0.1))
-
-
 @pytest.mark.parametrize(("kept", "found"), [(0, 4), (4, 4), (7, 8), (60, 64)])
-def test_the_interval_of_a_share(kept, found):
+def test_shares_are_bounded_and_refuted_by_the_exact_binomial_test(kept, found):
     exact = stats.binomtest(kept, found).proportion_ci(0.95, method="exact")
     assert compute_share_interval(kept, found, 0.95) == pytest.approx((exact.low, exact.high))
+    one_sided = stats.binomtest(kept, found, alternative="greater").proportion_ci(0.95, method="exact")
+    assert bound_share(found, found - kept, 0.05) == pytest.approx(one_sided.low)
+    lost = stats.binomtest(found - kept, found, 0.1, alternative="greater")
+    assert compute_excess_probability(found - kept, found, 0.9) == pytest.approx(lost.pvalue)
