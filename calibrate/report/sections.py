@@ -51,7 +51,7 @@ def describe_certificate(certificate: Certificate | None, adjusted_on: int | Non
     number = f"{worst.error_over_limit or 0.0:.0%} of it, estimated from {pluralize(worst.prompts or 0, 'prompt')}"
     alone = f"; over {worst.domain} alone the largest is {number}" * bool(worst.domain)
     names = sorted({domain.domain or "" for domain in domains})
-    # parts are equal where every kind of text has the two groups that `bounds.mean_bound` wants
+    # parts are equal where every kind of text has the two groups that `bounds.bound_mean` wants
     equal = len(names) > 1 and all((domain.groups or 0) > 1 for domain in domains)
     kinds_of_text = f"{len(names)} kinds in equal parts" if equal else ", ".join(names)
     return (

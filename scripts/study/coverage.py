@@ -6,8 +6,8 @@
 
 A round draws the losses of 24 cells (layers at lengths) on texts of four kinds that differ five times in their means,
 and bounds their means as `calibrate.proof` does. All cells have a mean exactly at their limit, which is where the claim
-is wrong most often. The numbers are how often no cell's bound is below its mean, of 95%. The column "20 of ten" is the
-default: two texts of each of ten kinds, and 28 layers at three lengths.
+is wrong most often. The numbers are how often no cell's bound is below its mean, of 95%. The column "20 of 10 kinds"
+is the default, two texts of each kind, with 28 layers at three lengths.
 
 With --answers the claim is that of a budget of answers: a text has one KL, which counts with at most ten times the
 budget, and the mean of that is exactly the budget at each of three lengths. "each": how often the bound at one length
@@ -140,10 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             held = [cover_answers(draw, texts, rounds) for texts in ANSWER_TEXTS]
             print(f"{name:<36}" + "".join(f"{each:>16.1%}{every:>7.1%}   " for each, every in held), flush=True)
         return 0
-    print(f"{rounds} rounds".ljust(36) + "".join(f"{n:>5} {'texts ' if k == 4 else 'of ten'}" for n, k, _ in DESIGNS))
+    print(f"{rounds} rounds".ljust(36) + "".join(f"{f'{n} of {k} kinds':>16}" for n, k, _ in DESIGNS))
     for name, draw in SHAPES.items():
         shares = (covered(draw, texts, rounds, kinds, layers) for texts, kinds, layers in DESIGNS)
-        print(f"{name:<36}" + "".join(f"{share:>12.1%}" for share in shares), flush=True)
+        print(f"{name:<36}" + "".join(f"{share:>16.1%}" for share in shares), flush=True)
     by_prompt, by_group = grouped(rounds)
     print("\nmeans with prompts of two novels a kind, spread 0.4 between novels and 0.1 within, 32 prompts")
     print(f"counted by prompt {by_prompt:.1%}, by group {by_group:.1%}")
