@@ -61,7 +61,12 @@ def compute_mean_of_kinds(values: Sequence[float], kinds: Sequence[str]) -> floa
 
 
 def bound_mean_below(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
-    """Compute the lower bound that `bound_mean` is the upper one of; at least 0, and 0 for fewer than two values."""
+    """Compute the lower bound that `bound_mean` is the upper one of: at least 0, which it is for fewer than two values.
+
+    It is infinity where a value is inf or NaN, which no limit allows.
+    """
+    if not all(map(math.isfinite, values)):
+        return math.inf
     if len(values) < 2:
         return 0.0
     mean, error, degrees = _compute_mean_and_error(values, kinds)

@@ -226,14 +226,15 @@ def test_retrieval_fails_only_where_chance_does_not_explain_it():
         ({}, None, 0),
         ({"means": (1.05e-4, 2e-5)}, None, 0),
         ({"means": (5e-4, 2e-5)}, "layer 0 at 512 tokens: its mean error is 5.05e-04, its limit 1.00e-04", 1),
+        ({"means": (math.nan, 2e-5)}, "layer 0 at 512 tokens: its mean error is nan, its limit 1.00e-04", 1),
         ({"found": 40, "kept": 5}, "at 512 tokens 5 of 40 needles are kept, at least 40% is certified", 0),
     ],
-    ids=["same", "mean-by-chance", "mean", "needles"],
+    ids=["same", "mean-by-chance", "mean", "nan", "needles"],
 )
 def test_fresh_prompts_break_a_claim_only_beyond_chance(fresh, problem, broken):
     stated = {512: certified(length_proof())}
     check = compare_certificate(BEGUN.build_profile(), RECIPE, stated, {512: length_proof(**fresh)})
     (length,) = check.lengths
     assert (length.broken, bool(check.problems)) == (broken, problem is not None)
-    assert (length.means > 1) == ("means" in fresh)
+    assert (length.means > 1) == (fresh.get("means", (0.0,))[0] > 1e-4)
     assert problem is None or check.problems[0].startswith(problem)
