@@ -140,10 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             held = [cover_answers(draw, texts, rounds) for texts in ANSWER_TEXTS]
             print(f"{name:<36}" + "".join(f"{each:>16.1%}{every:>7.1%}   " for each, every in held), flush=True)
         return 0
-    print(f"{rounds} rounds".ljust(36) + "".join(f"{f'{n} of {k} kinds':>16}" for n, k, _ in DESIGNS))
+    titles = [f"{texts} of {kinds} kinds" for texts, kinds, _ in DESIGNS]
+    print(f"{rounds} rounds".ljust(36) + "".join(title.rjust(16) for title in titles))
     for name, draw in SHAPES.items():
-        shares = (covered(draw, texts, rounds, kinds, layers) for texts, kinds, layers in DESIGNS)
-        print(f"{name:<36}" + "".join(f"{share:>16.1%}" for share in shares), flush=True)
+        print(f"{name:<36}", end="")
+        for texts, kinds, layers in DESIGNS:
+            print(f"{covered(draw, texts, rounds, kinds, layers):>16.1%}", end="", flush=True)
+        print()
     by_prompt, by_group = grouped(rounds)
     print("\nmeans with prompts of two novels a kind, spread 0.4 between novels and 0.1 within, 32 prompts")
     print(f"counted by prompt {by_prompt:.1%}, by group {by_group:.1%}")
