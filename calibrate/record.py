@@ -298,27 +298,18 @@ class CertifiedDomain(RecordNode):
     groups: int | None = record_field("groups of text, such as novels, that these are from")
     kl: float | None = record_field("mean over them", "nats")
     error_over_limit: float | None = record_field("the largest mean error of a layer over its limit", "share")
-    answer_over_limit: float | None = record_field("the same over the rows that answer", "share")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CertifiedLength(RecordNode):
-    """The certificate of one length: every layer's mean error is within its limit, and, with the certificate's
-    confidence, at least `share` of prompts like these keep the errors of all layers within `error_over_limit` times
-    their limits, over all rows and over those that answer, and their KL within `kl`, together."""
+    """The certificate of one length: every layer's mean error is within its limit, or answers keep to their budget."""
 
     length: int | None = record_field("of the prompts", "tokens")
     prompts: int | None = record_field("how many prompts")
     groups: int | None = record_field("groups of text that these are from, which are what is counted")
     tokens: int | None = record_field("of them all", "tokens")
-    share: float | None = record_field("of prompts that keep both of the next; absent if all is dense", "share")
-    error_over_limit: float | None = record_field("the largest error of a layer on a prompt over its limit")
-    kl: float | None = record_field(
-        "KL(dense, patched) of the next token, mean over a prompt's positions; absent where it is 0", "nats"
-    )
-    mean_kl: float | None = record_field("the same, mean over the prompts", "nats")
-    top1: float | None = record_field(
-        "the least share of a prompt's positions with the same most likely token", "share"
+    mean_kl: float | None = record_field(
+        "KL(dense, patched) of the next token, mean over positions and prompts; not of a budget in `kl`", "nats"
     )
     answers: CertifiedAnswers | None = record_field("of a budget in `kl` only; then no layer has a claim of its own")
     retrieval: CertifiedRetrieval | None = record_field("absent if the prompts ask for no needles")
@@ -331,7 +322,7 @@ class Certificate(RecordNode):
     """The claims about prompts like those that had no part in choosing the settings."""
 
     confidence: float | None = record_field(
-        "that all means of all lengths are within their limits; of each length's claim about prompts; of each interval",
+        "that all means of all lengths are within their limits; of each length's share of prompts; of each interval",
         "share",
     )
     method: str | None = record_field("how bounds were made, in words")

@@ -74,7 +74,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     # the bounds of the certificate
     ("calibrate/proof/bounds.py", "tests/proof/test_bounds.py", (
-        ("one text more than the binomial test admits may be outside",
+        ("one text more than the binomial test admits may be above a limit",
          "betaincinv(count - above, above + 1, risk)", "betaincinv(count - above + 1, above, risk)"),
         ("every length has the whole risk of the means", "(layers * len(recipe.all_lengths))", "layers"),
         ("every layer has the whole risk of the means", "layers * len(recipe.all_lengths)", "len(recipe.all_lengths)"),
@@ -97,9 +97,6 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("the last step is passed over too", "not is_hopeless or step == len(SPEND_FRACTIONS) - 1", "not is_hopeless"),
         ("prompts go on with the reduced layer", "return None if is_first else self.candidate", "return None"),
         ("a prompt of a known group counts by itself", "(prompt.domain, prompt.group or number)", "number"),
-        ("the rows that answer are not looked at",
-         "[prompt.max_error(self.recipe.budget) / limit", "[prompt.error(self.recipe.budget) / limit"),
-        ("a prompt's KL does not count", "zip(*layer_shares, kls, strict=True)", "zip(*layer_shares, strict=True)"),
     )),
     # what the answers' certificate and their budget rest on
     ("calibrate/proof/certify_answers.py", "tests/proof/test_certify_answers.py", (

@@ -40,8 +40,8 @@ from pathlib import Path
 import torch
 import calibrate, s2o_runtime
 from calibrate.model.models import load
-from calibrate.proof.bounds import mean_bound
-assert mean_bound([1.0, 2.0, 3.0], [""] * 3, 0.95) > 2  # the mean, with some doubt
+from calibrate.proof.bounds import bound_mean
+assert bound_mean([1.0, 2.0, 3.0], [""] * 3, 0.95) > 2  # the mean, with some doubt
 assert all(Path(package.__file__).is_relative_to(sys.prefix) for package in (calibrate, s2o_runtime))
 model = load("demo", "cpu", resident=True).model
 ids = torch.randint(3, 256, (1, 512))

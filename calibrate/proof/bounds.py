@@ -1,11 +1,9 @@
 """Bounds with a stated confidence for prompts that will come, from a few prompts, as plain functions.
 
-Texts count as independent draws from what will come, which is as true as they are typical. Two claims are made:
-
-- Every layer's mean error is within its limit, at every length. A layer whose bound is over its limit is tried with
-  less of its budget. All attempts at all layers and lengths share the error probability (Bonferroni), so the claim
-  holds for all that is accepted, together.
-- At least a share of texts keep within the errors that were measured on these, whatever their distribution.
+Texts count as independent draws from what will come, which is as true as they are typical. The claim about errors is
+that every layer's mean is within its limit, at every length. A layer whose bound is over its limit is tried with less
+of its budget. All attempts at all layers and lengths share the error probability (Bonferroni), so the claim holds for
+all that is accepted, together.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from collections.abc import Sequence
 
 from calibrate.recipe import Recipe
 
-CONFIDENCE = 0.95  # of each of the two claims, and of the interval for retrieval
-SHARE = 0.9  # of texts that the second claim is about, where they are enough to show it
+CONFIDENCE = 0.95  # of the means' claim, of each share, and of the interval for retrieval
 SPEND_FRACTIONS = (1.0, 0.85, 0.7, 0.5, 0.35)  # of its budget that a layer is tried with, until its bound holds
 USUAL_SPREAD, USUAL_WEIGHT = 0.2, 1  # of prompts of one kind, over their mean; as good as so many values
 OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one variance, relative to their means
@@ -64,7 +61,12 @@ def compute_mean_of_kinds(values: Sequence[float], kinds: Sequence[str]) -> floa
 
 
 def bound_mean_below(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
-    """Compute the lower bound that `bound_mean` is the upper one of; at least 0, and 0 for fewer than two values."""
+    """Compute the lower bound that `bound_mean` is the upper one of: at least 0, which it is for fewer than two values.
+
+    It is infinity where a value is inf or NaN, which no limit allows.
+    """
+    if not all(map(math.isfinite, values)):
+        return math.inf
     if len(values) < 2:
         return 0.0
     mean, error, degrees = _compute_mean_and_error(values, kinds)
@@ -122,22 +124,11 @@ def _quantile(degrees: float, probability: float) -> float:
 def bound_share(count: int, above: int, risk: float) -> float:
     """Bound from below the share of texts that keep within a limit, if `above` of `count` do not.
 
-    It is the same where the limit is the (above + 1)-th largest of their values, whatever these are drawn from (S. S.
-    Wilks, "Determination of sample sizes for setting tolerance limits", 1941). risk: that the true share is smaller.
+    It is the exact one-sided bound of C. J. Clopper and E. S. Pearson (1934). risk: that the true share is smaller.
     """
     from scipy.special import betaincinv
 
     return float(betaincinv(count - above, above + 1, risk)) if above < count else 0.0
-
-
-def count_allowed_above(count: int, risk: float) -> int:
-    """Return how many of `count` texts may be over a limit while `SHARE` is shown; 0 if even none would not do."""
-    return max((above for above in range(count) if bound_share(count, above, risk) >= SHARE), default=0)
-
-
-def count_texts_for(share: float, risk: float) -> int:
-    """Return how many texts show a share, if all keep within."""
-    return math.ceil(math.log(risk) / math.log(share))
 
 
 def compute_excess_probability(above: int, fresh: int, share: float) -> float:
@@ -149,9 +140,5 @@ def compute_excess_probability(above: int, fresh: int, share: float) -> float:
 
 def compute_share_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:
     """Compute the two-sided interval of C. J. Clopper and E. S. Pearson (1934) for a share; (0, 1) without trials."""
-    from scipy.special import betaincinv
-
     tail = (1 - confidence) / 2
-    low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
-    high = float(betaincinv(successes + 1, trials - successes, 1 - tail)) if successes < trials else 1.0
-    return low, high
+    return bound_share(trials, trials - successes, tail), 1 - bound_share(trials, successes, tail)

@@ -1,12 +1,8 @@
 """The certificate of a finished choice, measured on prompts that had no part in choosing it.
 
-Two claims are made (`bounds`): every layer's mean error is within its limit at every length, and at each length at
-least a share of texts keep every layer within some times its limit and the KL below some value, together. For the
-second, a prompt counts by one number (`PromptScorer.scores`), and a group of prompts, such as a novel, by its largest.
-
-A layer whose bound is over its limit is tried with less of what it spends, on the same inputs, and becomes dense only
-if the last fraction does not hold. Later layers see the adjusted layer, not the reduced one, so the claim about prompts
-is about a configuration that these prompts did not select. Reduced layers only err less.
+Every layer's mean error is within its limit at every length (`bounds`). A layer whose bound is over its limit is tried
+with less of what it spends, on the same inputs, and becomes dense only if the last fraction does not hold. Later layers
+see the adjusted layer, not the reduced one. Reduced layers only err less.
 """
 
 from __future__ import annotations
@@ -21,14 +17,10 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.proof.answers import PromptAnswers
 from calibrate.proof.bounds import (
     CONFIDENCE,
-    SHARE,
     SPEND_FRACTIONS,
     bound_mean,
-    bound_share,
     compute_attempt_confidence,
     compute_share_interval,
-    count_allowed_above,
-    count_texts_for,
 )
 from calibrate.proof.layers import PromptAgreement
 from calibrate.proof.state import Candidate, Problem, ProblemKind
@@ -72,47 +64,6 @@ class TextGroups:
         return [max(values[number] for number in numbers) for numbers in self.members]
 
 
-@dataclass(frozen=True)
-class PromptScorer:
-    """The rule that makes one number of a prompt's errors and its KL."""
-
-    recipe: Recipe  # has the unit of errors, and what is held to limits
-    limits: tuple[float | None, ...]  # the error each layer may have; None of layers that are dense
-    kl_unit: float  # the KL in nats that counts as much as an error of its limit
-
-    @classmethod
-    def from_proof(cls, candidate: Candidate, length: int) -> PromptScorer:
-        """Return the scorer of a length from what the adjust prompts showed.
-
-        Its KL is the largest KL over the largest error on these, so that neither of the two decides alone.
-        """
-        proof = candidate.proofs[length]
-        limits = tuple(
-            None if candidate.layer_config(layer, length).is_dense else candidate.limits[length, layer]
-            for layer in range(len(proof.layers))
-        )
-        by_errors = cls(candidate.recipe, limits, math.inf)
-        largest = max(by_errors.scores(proof), default=0.0) or 1.0
-        return replace(by_errors, kl_unit=max(proof.kls, default=0.0) / largest or math.inf)
-
-    def scores(self, proof: LengthProof) -> list[float]:
-        """Return each prompt's score: the larger of its largest error over the limit, and its KL over the unit.
-
-        The largest error is over all layers, both over all rows and over those that answer.
-        """
-        layer_shares = [
-            [prompt.max_error(self.recipe.budget) / limit if limit else 0.0 for prompt in layer.of_prompts]
-            for layer, limit in zip(proof.layers, self.limits, strict=True)
-        ]
-        kls = [math.inf if math.isnan(kl) else kl / self.kl_unit for kl in proof.kls]
-        return [max(shares) for shares in zip(*layer_shares, kls, strict=True)]
-
-    def groups_over(self, proof: LengthProof, threshold: float = 1.0) -> int:
-        """Count the groups of text that have a prompt with a score above a threshold."""
-        groups = TextGroups.from_prompts(proof.prompts)
-        return sum(score > threshold for score in groups.max_per_group(self.scores(proof)))
-
-
 def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
     """Certify what was proven, with less of what layers spend where it does not hold as it is.
 
@@ -132,11 +83,10 @@ def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
             if problem := check_groups(length, length_prompts):
                 problems.append(problem)
                 continue
-            scorer = PromptScorer.from_proof(candidate, length)
             means = MeanCertifier(candidate, length, TextGroups.from_prompts(length_prompts))
             _, proofs = shown.prove(candidate, {length: length_prompts}, means.revise, timed=False, stage="certifying")
             candidate = means.result()
-            certificates[length] = build_certificate(length, proofs[length], means, scorer)
+            certificates[length] = build_certificate(length, proofs[length], means)
             problems.append(find_lost_retrieval(length, certificates[length].retrieval, candidate.recipe))
     return replace(
         candidate,
@@ -151,7 +101,7 @@ class MeanCertifier:
     Attributes:
         candidate: as it was adjusted.
         layers: the certificate of each layer, by its row in the profile.
-        proofs: the measurements of layers with their certified share; none of those that became dense.
+        proofs: the measurements of layers with their certified share; none of those that are dense.
     """
 
     def __init__(self, candidate: Candidate, length: int, groups: TextGroups) -> None:
@@ -185,7 +135,7 @@ class MeanCertifier:
                 if is_tried and lower.layer_config(layer, length) != config:
                     self._fraction = step
                     return lower
-        if holds:
+        if holds and not config.is_dense:
             self.proofs[layer] = proof
         self.layers[layer] = CertifiedLayer(
             mean=statistics.fmean(errors) if holds else 0.0,
@@ -217,33 +167,24 @@ def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
         return None
     text = (
         f"at {length} tokens not proven: {pluralize(groups, 'group')} of text to certify on allow no statement, "
-        f"{MIN_GROUPS} are the fewest, and {count_texts_for(SHARE, 1 - CONFIDENCE)} show one about {SHARE:.0%} of "
-        "prompts"
+        f"{MIN_GROUPS} are the fewest"
     )
     return Problem(ProblemKind.TOO_FEW, length, text)
 
 
-def build_certificate(length: int, proof: LengthProof, means: MeanCertifier, scorer: PromptScorer) -> CertifiedLength:
+def build_certificate(length: int, proof: LengthProof, means: MeanCertifier) -> CertifiedLength:
     """Build the certificate of one length.
 
     proof: the certify prompts' measurements of layers as they were adjusted.
     """
-    groups = TextGroups.from_prompts(proof.prompts)
-    above = count_allowed_above(len(groups), 1 - CONFIDENCE)
-    times = sorted(groups.max_per_group(scorer.scores(proof)), reverse=True)[above]
-    sparse = any(limit is not None for limit in scorer.limits)
     return CertifiedLength(
         length=length,
         prompts=len(proof.prompts),
-        groups=len(groups),
+        groups=len(TextGroups.from_prompts(proof.prompts)),
         tokens=len(proof.prompts) * length,
-        share=bound_share(len(groups), above, 1 - CONFIDENCE) if sparse else None,
-        error_over_limit=keep_finite(times) if sparse else None,
-        kl=keep_finite(times * scorer.kl_unit) if sparse else None,
         mean_kl=proof.kl,
-        top1=min(agreement.top1 for agreement in proof.agreements),
         retrieval=count_retrieval(proof.prompts, proof.agreements),
-        domains=_summarise_domains(proof, means, scorer),
+        domains=_summarise_domains(proof, means),
         layers=tuple(means.layers[layer] for layer in range(len(proof.layers))),
     )
 
@@ -253,32 +194,24 @@ def keep_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _summarise_domains(proof: LengthProof, means: MeanCertifier, scorer: PromptScorer) -> tuple[CertifiedDomain, ...]:
+def _summarise_domains(proof: LengthProof, means: MeanCertifier) -> tuple[CertifiedDomain, ...]:
     """Summarise each kind of text by itself, in alphabetical order; errors are of layers with their certified share."""
     by_domain: dict[str, list[int]] = {}
     for number, prompt in enumerate(proof.prompts):
         by_domain.setdefault(prompt.domain, []).append(number)
-
-    def find_largest(numbers: Sequence[int], rows: str) -> float:
-        """Return the largest mean error of a layer over its limit."""
-        error = scorer.recipe.budget.error
-        return max(
-            (
-                statistics.fmean(error(*getattr(layer_proof.of_prompts[n], rows)) for n in numbers) / limit
-                for layer, layer_proof in means.proofs.items()
-                if (limit := scorer.limits[layer])
-            ),
-            default=0.0,
-        )
-
+    # of each layer that is not dense, each prompt's error over the limit
+    shares = [
+        [error / limit for error in layer_proof.errors(means.candidate.recipe.budget)]
+        for layer, layer_proof in means.proofs.items()
+        if (limit := means.layers[layer].limit)
+    ]
     return tuple(
         CertifiedDomain(
             domain=domain,
             prompts=len(numbers),
             groups=len(TextGroups.from_prompts([proof.prompts[number] for number in numbers])),
             kl=statistics.fmean(proof.kls[number] for number in numbers),
-            error_over_limit=find_largest(numbers, "all_rows"),
-            answer_over_limit=find_largest(numbers, "last_rows"),
+            error_over_limit=max((statistics.fmean(layer[n] for n in numbers) for layer in shares), default=0.0),
         )
         for domain, numbers in sorted(by_domain.items())
     )

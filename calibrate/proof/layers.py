@@ -42,7 +42,6 @@ from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
 
 UNPACKED_HISTORIES = 16  # that a process keeps
-ANSWER_ROWS, ANSWER_PART = 256, 8  # the rows that answer: so many last ones, and one in so many at most
 TILE_ROWS = 64  # rows of which the worst counts
 EIGHTHS = 8  # parts of a prompt whose errors are told apart
 PLACES = (0, 1, 8, 32, 128)  # the rows of a segment from which on its errors are told apart
@@ -62,11 +61,6 @@ class ConfigSource(Protocol):
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """Return a layer's configuration for a prompt of `length` tokens."""
-
-
-def count_answer_rows(length: int) -> int:
-    """Return how many of a prompt's last rows count as those that answer."""
-    return min(ANSWER_ROWS, max(1, length // ANSWER_PART))
 
 
 def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,9 +286,9 @@ class LayerProofItem(ProofItem):
     """One prompt at one layer, as an item of work.
 
     Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
-    over the rows that answer as `last_rows`, over each eighth of the rows as `eighths` and by place in the segment
-    (`measure_places`) as `places`, the largest relative error of a row in each tile of rows as `tiles`, float32
-    [tiles], and the mean density over heads as `density`.
+    over each eighth of the rows as `eighths` and by place in the segment (`measure_places`) as `places`, the largest
+    relative error of a row in each tile of rows as `tiles`, float32 [tiles], and the mean density over heads as
+    `density`.
     """
 
     prompt: str  # its hash
@@ -315,7 +309,6 @@ class LayerProofItem(ProofItem):
             "layer": self.layer,
             "before": self.before.digest,
             "runs": self.config.digest,
-            "last": count_answer_rows(self.length),
             "parts": [EIGHTHS, *PLACES],
         }
 
@@ -329,9 +322,7 @@ class LayerProofItem(ProofItem):
             is_dense = self.config.config.is_dense and self.config.chunk is None  # what ran is dense attention itself
             dense = out if is_dense else forward.compute_dense(lambda: fastest_dense_attention(q, k, v, scoring))
             squares, relative = measure_row_errors(out, dense)
-            answers = squares[:, self.length - count_answer_rows(self.length) :].contiguous()
             result["all_rows"] = tuple(squares.mean(1).tolist())
-            result["last_rows"] = tuple(answers.mean(1).tolist())
             result["eighths"] = [eighth.mean(1).tolist() for eighth in squares.tensor_split(EIGHTHS, 1)]
             result["places"] = measure_places(squares, self.config.by_keys or ((self.length, self.config.config),))
             result["tiles"] = tile_worst(relative, TILE_ROWS).flatten().cpu()

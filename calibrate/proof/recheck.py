@@ -6,7 +6,6 @@ with tiles of this GPU, as they would run there. Where a certificate is checked,
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import describe_over_limit, find_lost_needles
 from calibrate.proof.answers import measure_answers, summarise_eighths
 from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability, compute_mean_of_kinds
-from calibrate.proof.certify import MIN_GROUPS, PromptScorer, TextGroups, count_retrieval
+from calibrate.proof.certify import MIN_GROUPS, TextGroups, count_retrieval
 from calibrate.proof.certify_answers import CAP, build_answer_certificate
 from calibrate.proof.layers import ConfigSource
 from calibrate.proof.verify import LengthProof, Prover
@@ -215,11 +214,12 @@ class LengthCheck:
     groups: int  # of text, which are the unit of counting
     means: float  # the largest mean error of a layer over its limit
     broken: int  # layers whose means are over it by more than chance explains
-    above: int  # groups that have a prompt outside the joint limit
-    chance: float  # the probability of so many or more if the certificate is right
     mean_kl: float
     retrieval: CertifiedRetrieval | None  # None if the prompts ask for no needles
     problems: tuple[str, ...]  # one sentence each
+    # both of a budget of answers only
+    above: int | None = None  # groups that have a prompt above `CAP` times the budget
+    chance: float | None = None  # the probability of so many or more if the certificate is right
 
 
 @dataclass(frozen=True)
@@ -313,33 +313,20 @@ def _compare_length(
 ) -> LengthCheck:
     """Compare one length; risk: the probability that one layer's mean is taken for too large by chance."""
     length, groups = certified.length or 0, TextGroups.from_prompts(proof.prompts)
-    limits = tuple(
-        None if profile.layer_config(layer, length).is_dense else entry.limit
-        for layer, entry in enumerate(certified.layers or ())
-    )
-    kl_unit = certified.kl / (certified.error_over_limit or 1.0) if certified.kl else math.inf
-    scorer, problems, means = PromptScorer(recipe, limits, kl_unit), [], 0.0
-    for layer, (layer_proof, limit) in enumerate(zip(proof.layers, limits, strict=True)):
+    problems, means = list[str](), 0.0
+    for layer, (layer_proof, entry) in enumerate(zip(proof.layers, certified.layers or (), strict=True)):
+        if profile.layer_config(layer, length).is_dense or not entry.limit:
+            continue
         errors = groups.mean_per_group(layer_proof.errors(recipe.budget))
-        means = max(means, compute_mean_of_kinds(errors, groups.kinds) / limit if limit else 0.0)
-        if limit and bound_mean_below(errors, groups.kinds, 1 - risk) > limit:
-            mean = statistics.fmean(errors)
-            problems.append(f"layer {layer} at {length} tokens: its mean error is {mean:.2e}, its limit {limit:.2e}")
-    broken, above, chance = len(problems), 0, 1.0
-    if certified.share is not None and certified.error_over_limit is not None:
-        above = scorer.groups_over(proof, certified.error_over_limit)
-        chance = compute_excess_probability(above, len(groups), certified.share)
-    if chance < 1 - CONFIDENCE:
-        problems.append(
-            f"at {length} tokens {above} of {len(groups)} groups of text have a prompt with an error over "
-            f"{certified.error_over_limit:.2f} times its limit or a KL over {certified.kl or 0:.1e}, which chance "
-            f"gives in {chance:.1%} of cases"
-        )
-    now = count_retrieval(proof.prompts, proof.agreements)
+        means = max(means, compute_mean_of_kinds(errors, groups.kinds) / entry.limit)
+        if bound_mean_below(errors, groups.kinds, 1 - risk) > entry.limit:
+            problems.append(
+                f"layer {layer} at {length} tokens: its mean error is {statistics.fmean(errors):.2e}, its limit "
+                f"{entry.limit:.2e}"
+            )
+    broken, now = len(problems), count_retrieval(proof.prompts, proof.agreements)
     problems += _compare_retrieval(length, certified, now)
-    return LengthCheck(
-        length, len(proof.prompts), len(groups), means, broken, above, chance, proof.kl, now, tuple(problems)
-    )
+    return LengthCheck(length, len(proof.prompts), len(groups), means, broken, proof.kl, now, tuple(problems))
 
 
 def _compare_retrieval(length: int, certified: CertifiedLength, now: CertifiedRetrieval | None) -> list[str]:

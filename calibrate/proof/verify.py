@@ -6,7 +6,6 @@ the results, and change what is not good enough.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -49,26 +48,6 @@ EIGHTH_OVER_LIMIT = 1.5  # times its limit that a layer's error may be in any ei
 
 
 @dataclass(frozen=True)
-class PromptErrors:
-    """Mean squared error and mean square of the dense output of one layer on one prompt.
-
-    They are over all rows, and over the last ones, those that answer (`layers.count_answer_rows`).
-    """
-
-    all_rows: tuple[float, float]
-    last_rows: tuple[float, float]
-
-    def error(self, budget: Budget) -> float:
-        """Return the error over all rows, in the budget's unit."""
-        return budget.error(*self.all_rows)
-
-    def max_error(self, budget: Budget) -> float:
-        """Return the larger of the errors over all rows and over those that answer; infinity where one is NaN."""
-        errors = self.error(budget), budget.error(*self.last_rows)
-        return math.inf if any(map(math.isnan, errors)) else max(errors)
-
-
-@dataclass(frozen=True)
 class LayerProof:
     """One layer's attention at one length against dense attention on the same q, k, v."""
 
@@ -78,9 +57,9 @@ class LayerProof:
     worst: float  # `curves.select_worst`, over tiles of 64 rows of all heads and prompts, of a row's largest error
     seconds: float | None = None  # attention alone, on the first prompt; None on a CPU
     dense_seconds: float | None = None
-    of_prompts: tuple[PromptErrors, ...] = ()  # of each prompt
     kinds: tuple[str, ...] = ()  # of text, of each prompt
-    # mean squared error and mean square of the dense output, means over the prompts
+    # mean squared error and mean square of the dense output; eighths and places are means over the prompts
+    of_prompts: tuple[tuple[float, float], ...] = ()  # of all rows of each prompt
     eighths: tuple[tuple[float, float], ...] = ()  # of each eighth of the rows
     places: tuple[tuple[float, float], ...] = ()  # of the rows from each of `layers.PLACES` in their segments on
 
@@ -97,7 +76,7 @@ class LayerProof:
             dense_power=statistics.fmean(result["all_rows"][1] for result in results),
             density=statistics.fmean(result["density"] for result in results),
             worst=float(select_worst(torch.cat([result["tiles"] for result in results]))),
-            of_prompts=tuple(PromptErrors(tuple(result["all_rows"]), tuple(result["last_rows"])) for result in results),
+            of_prompts=tuple(tuple(result["all_rows"]) for result in results),
             kinds=tuple(prompt.domain for prompt in prompts),
             eighths=average_parts("eighths"),
             places=average_parts("places"),
@@ -114,7 +93,7 @@ class LayerProof:
 
     def errors(self, budget: Budget) -> list[float]:
         """Return the error of each prompt over all rows, in the budget's unit."""
-        return [prompt.error(budget) for prompt in self.of_prompts]
+        return [budget.error(*prompt) for prompt in self.of_prompts]
 
     def limited_error(self, recipe: Recipe) -> float:
         """Return the error that a recipe holds to the layer's limit: the whole or, scaled down, the largest eighth."""

@@ -51,7 +51,7 @@ def describe_certificate(certificate: Certificate | None, adjusted_on: int | Non
     number = f"{worst.error_over_limit or 0.0:.0%} of it, estimated from {pluralize(worst.prompts or 0, 'prompt')}"
     alone = f"; over {worst.domain} alone the largest is {number}" * bool(worst.domain)
     names = sorted({domain.domain or "" for domain in domains})
-    # parts are equal where every kind of text has the two groups that `bounds.mean_bound` wants
+    # parts are equal where every kind of text has the two groups that `bounds.bound_mean` wants
     equal = len(names) > 1 and all((domain.groups or 0) > 1 for domain in domains)
     kinds_of_text = f"{len(names)} kinds in equal parts" if equal else ", ".join(names)
     return (
@@ -90,9 +90,11 @@ def list_claims(certificate: Certificate | None) -> list[str]:
 
 
 def _describe_certified(length: CertifiedLength, confidence: float) -> str:
-    """Return the joint claim about prompts of a length, and what these prompts had."""
-    text, answers = "every layer is dense", length.answers
-    if answers is not None:
+    """Return the claim about answers of a length, or the KL that its prompts had, and the needles."""
+    answers = length.answers
+    if answers is None:
+        text = f"these prompts had a mean KL of {format_number(length.mean_kl, '.1e')}"
+    else:
         noise = "" if answers.noise is None else f", two dense kernels {answers.noise:.1e}"
         less = "" if answers.spent is None else f", with {answers.spent:.0%} of what layers were to spend"
         text = (
@@ -102,15 +104,6 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
             f"{format_number(answers.second_turn, '.1e')}{noise}); with {confidence:.0%} confidence at most "
             f"{math.ceil(1000 * (answers.share_above or 0.0)) / 10:.3g}% of prompts are above ten times the budget"
         )
-    elif length.share is not None:
-        times = "" if length.error_over_limit == 1 else f"{format_number(length.error_over_limit, '.2f')} times "
-        text = (
-            f"with {confidence:.0%} confidence at this length at least {round_down(length.share)} of prompts like "
-            f"these keep every layer within {times}its limit, over all rows and over those that answer, "
-            f"and the KL within {format_number(length.kl, '.1e')} nats, together"
-        )
-    if answers is None:
-        text += f"; these had a mean KL of {format_number(length.mean_kl, '.1e')}"
     retrieval = length.retrieval
     if retrieval is None or not retrieval.found:
         return f"{length.length} tokens: {text}; retrieval not proven"
@@ -166,10 +159,7 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
         "less": lambda length: format_integer(sum(layer.spent is not None for layer in length.layers or ())),
         "mean /\nlimit": lambda length: over_limit(length, lambda layer: layer.mean),
         "bound /\nlimit": lambda length: over_limit(length, lambda layer: layer.bound),
-        "of prompts": lambda length: "-" if length.share is None else round_down(length.share),
-        "error /\nlimit": show("error_over_limit", ".2f"),
-        "KL": show("kl", ".1e"),
-        "least\ntop-1": show("top1", ".2%"),
+        "mean KL": show("mean_kl", ".1e"),
         "kept": kept,
     }
 
@@ -206,16 +196,9 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
     if lengths[0].answers is not None:
         columns |= {f"KL at\n{length.length}": show_at(length.length, "kl", ".1e") for length in lengths}
     else:
-        columns |= {
-            **{
-                f"error / limit\nat {length.length}": show_at(length.length, "error_over_limit", ".0%")
-                for length in lengths
-            },
-            "rows that\nanswer": lambda text: _format_largest(
-                (d.answer_over_limit for d in texts[text].values()), ".0%"
-            ),
-            "mean KL": lambda text: _format_largest((domain.kl for domain in texts[text].values()), ".1e"),
-        }
+        for length in lengths:
+            columns[f"error / limit\nat {length.length}"] = show_at(length.length, "error_over_limit", ".0%")
+        columns["mean KL"] = lambda text: _format_largest((domain.kl for domain in texts[text].values()), ".1e")
     return Table.from_rows(sorted(texts), columns, "by kind of text", align="lr")
 
 
@@ -354,7 +337,7 @@ def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
         "groups": show("groups", "d"),
         "mean / limit": show("means", ".0%"),
         "broken": show("broken", "d"),
-        "outside": lambda length: f"{length.above} of {length.groups}",
+        "above": show("above", "d"),
         "mean KL": show("mean_kl", ".1e"),
         "kept": lambda length: (
             "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}"
@@ -363,7 +346,7 @@ def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     yield Table.from_rows(check.lengths, columns, "the certificate on fresh prompts")
     yield (
         "mean / limit: of the layer that is nearest to its limit; broken: layers whose mean is over it by more than "
-        "chance explains, at 5% for all together; outside: groups of text with a prompt outside the joint limit"
+        "chance explains, at 5% for all together; above: groups of text above ten times a budget of answers"
     )
 
 

@@ -22,7 +22,7 @@ from calibrate.recipe import Budget, place_profile
 from calibrate.record import Record, read_record
 from calibrate.report.contents import summarise_profile
 from calibrate.report.page import render_card
-from calibrate.report.sections import format_range, format_speedup, round_down
+from calibrate.report.sections import format_range, format_speedup
 from calibrate.tables import Markup, Table, escape_markdown, format_markdown
 from s2o_runtime.command_line import OK, get_exit_code, report_failure
 from s2o_runtime.errors import InputError, S2OError
@@ -139,14 +139,11 @@ def _summarise_certificate(record: Record) -> str:
     lengths = record.certified_lengths
     if not lengths:
         return "-"
-    shares = [length.share for length in lengths if length.share is not None]
-    kls = [length.kl for length in lengths if length.kl is not None]
     retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
     kept, needles = sum(item.kept or 0 for item in retrievals), sum(item.found or 0 for item in retrievals)
     parts = [
         f"{format_range(length.prompts for length in lengths)} prompts",
         "means within limits",
-        f"KL within {max(kls):.1e} of {round_down(min(shares))}" if kls and shares else "",
         f"needles {kept} of {needles}" if needles else "",
     ]
     return ", ".join(part for part in parts if part)

@@ -148,17 +148,16 @@ def speed() -> str:
 
 def certified() -> str:
     """docs/budgets.md: what certify prompts showed of whole models, beside the noise floor."""
-    names = ("model", "tokens", "mean KL", "joint KL", "noise floor", "joint error / limit", "needles kept", "prefill")
+    names = ("model", "tokens", "mean KL", "noise floor", "needles kept", "prefill")
     rows = []
     for name in CERTIFIED:
         calibration = raw(name)
         prefills = {entry["length"]: _times(entry) for entry in calibration["lengths"]}
         for entry in calibration["certificate"]["lengths"]:
             needles, length = entry["retrieval"], entry["length"]
-            kls = [f"{entry[key]:.1e}" for key in ("mean_kl", "kl", "noise_floor")]
+            kls = [f"{entry[key]:.1e}" for key in ("mean_kl", "noise_floor")]
             kept = f"{needles['kept']} of {needles['found']}" if needles else "-"
-            joint = f"{entry['error_over_limit']:.2f}"
-            rows.append([CALIBRATIONS[name], str(length), *kls, joint, kept, prefills[length]])
+            rows.append([CALIBRATIONS[name], str(length), *kls, kept, prefills[length]])
     return make_table(names, rows, "lr")
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Calibrate a model with one seed, and ask fresh prompts of other seeds whether what the certificate claims holds.
 
-    python -m scripts.study.claims [--model demo] [--lengths 8192] [--seeds 1] [--fresh 64] [--per-prompt]
+    python -m scripts.study.claims [--model demo] [--lengths 8192] [--seeds 1] [--fresh 64]
 
 Prints the claims, what fresh prompts say of each with how likely chance is to give that, and how much faster than dense
 attention was. Exit code 1 if a claim is broken.

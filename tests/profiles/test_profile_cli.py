@@ -223,8 +223,8 @@ def recorded(profile, recipe, **changes):
     [
         (careless, (), 3, r"the proof failed \(layer 0 at 512 tokens has an error of .* in an eighth .*, 1.50e-03 is"),
         # of fewer fresh prompts nothing is surely beyond chance
-        (lambda profile: recorded(careless(profile), {"num_certify": 8}), ("--seed", 5), 3,
-         r"the certificate does not hold \(at 512 tokens 8 of 8 groups of text have a prompt with an error over"),
+        (lambda profile: recorded(careless(profile), {"num_certify": 20}), ("--seed", 5), 3,
+         r"the certificate does not hold \(layer . at 512 tokens: its mean error is"),
         (lambda profile: dataclasses.replace(profile, fingerprint="0" * 64), (), 2, "is not of demo: the weights are"),
         (lambda profile: minimal(), (), 2, "does not say how it was calibrated"),
         (lambda profile: recorded(profile, {"scope": "model"}), (), 2,
@@ -246,7 +246,7 @@ def test_verify_checks_the_certificate_on_other_prompts(calibrated, run):
     (length,), (stated,) = check["lengths"], read_record(load_profile(calibrated)).certificate.lengths
     assert (length["length"], length["prompts"], check["problems"]) == (512, 3, [])
     assert length["groups"] == stated.groups == 3
-    assert (length["broken"], length["above"]) == (0, 0)
+    assert (length["broken"], length["above"]) == (0, None)
     assert 0 < length["means"] < 2
 
 

@@ -122,12 +122,11 @@ def test_a_calibration_and_what_verifies_it_prove_in_chunks(tiny_folder, tmp_pat
 
 def test_rows_that_answer_have_no_error(tiny_folder):
     layers = streamed.Layers((SPARSER, replace(SPARSER, last_rows=128)))
-    proof = prove(stream(tiny_folder, True), random_prompts(600), layers)[1][600]  # of which 75 rows answer
+    proof = prove(stream(tiny_folder, True), random_prompts(600), layers)[1][600]  # the last eighth is 75 rows
     without, with_rows = proof.layers
-    assert all(prompt.last_rows[0] > 0.1 * prompt.all_rows[0] for prompt in without.of_prompts)
-    for prompt in with_rows.of_prompts:
-        assert prompt.last_rows[0] < 1e-10 * prompt.last_rows[1]
-        assert prompt.all_rows[0] > 1e-6 * prompt.all_rows[1]
+    assert without.eighths[-1][0] > 0.1 * without.mse
+    assert with_rows.eighths[-1][0] < 1e-10 * with_rows.eighths[-1][1]
+    assert with_rows.rel_mse > 1e-6
 
 
 @pytest.mark.parametrize("rows", [pytest.param(0, marks=SLOW), 128])

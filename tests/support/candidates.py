@@ -8,7 +8,7 @@ import torch
 
 from calibrate.curves.curves import TAUS, Curve, RankingConfig
 from calibrate.proof.state import Candidate
-from calibrate.proof.verify import LayerProof, LengthProof, PromptErrors
+from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import Allocation, SearchConstraints
 from calibrate.search.choice import LayerBudget, LayerPlan, SearchPoint
@@ -60,9 +60,9 @@ def candidate(kind="cpu"):
     )
 
 
-def proof_of(error, factors=(0.95, 1.0, 1.05, 1.0), worst=0.0, last=1.0, kinds=None):
-    """A layer's on prompts whose errors are these times the mean; over the rows that answer `last` times those."""
-    of_prompts = tuple(PromptErrors((error * factor, 1.0), (last * error * factor, 1.0)) for factor in factors)
+def proof_of(error, factors=(0.95, 1.0, 1.05, 1.0), worst=0.0, kinds=None):
+    """A layer's on prompts whose errors are these times the mean."""
+    of_prompts = tuple((error * factor, 1.0) for factor in factors)
     return LayerProof(error, 1.0, 0.5, worst, of_prompts=of_prompts, kinds=kinds or ("text",) * len(factors))
 
 

@@ -26,17 +26,11 @@ CERTIFICATE = {
             "prompts": 19,
             "groups": 17,
             "tokens": 19 * 8192,
-            "share": 0.8384,
-            "error_over_limit": 1.75,
-            "kl": 2e-3,
             "mean_kl": 1e-3,
-            "top1": 0.985,
             "retrieval": {"found": 32, "kept": 30, "low": 0.79, "high": 0.99},
             "domains": [
-                {"domain": "code", "prompts": 10, "groups": 10, "kl": 1e-3}
-                | {"error_over_limit": 0.4, "answer_over_limit": 1.2},
-                {"domain": "prose", "prompts": 9, "groups": 7, "kl": 2e-3}
-                | {"error_over_limit": 0.5, "answer_over_limit": 0.9},
+                {"domain": "code", "prompts": 10, "groups": 10, "kl": 1e-3, "error_over_limit": 0.4},
+                {"domain": "prose", "prompts": 9, "groups": 7, "kl": 2e-3, "error_over_limit": 0.5},
             ],
             "layers": [
                 {"mean": 5e-4, "bound": 8e-4, "density": 0.5, "limit": 1e-3},
