@@ -36,7 +36,7 @@ from scripts.bench.methods import LADDERS
 NAME = "scripts.bench.equal_answers"
 # of the two tasks together 640
 QUESTIONS = f"--tasks {','.join(RETRIEVAL)} --num-prompts 10 --num-needles 32 --out-dir build/eval"
-CLOSE, SEED = 0.005, 1234  # of a number's logarithm, where the search ends; of the prompts
+CLOSE, SEED = 0.001, 1234  # of a number's logarithm, where the search ends; of the prompts
 
 
 def parser() -> common.Parser:

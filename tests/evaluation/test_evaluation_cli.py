@@ -4,18 +4,16 @@ import json
 from datetime import datetime, timedelta, timezone
 
 import pytest
-import torch
 
 from calibrate.commands.evaluate import main
 from calibrate.machine import MARK
-from calibrate.model.models import load
 from support.pages import ROOT
 from support.processes import called, refusal
 
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
 
 SMALL = ["--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
-TASKS = ["--tasks", "needles,questions,perplexity,agreement,time"]
+TASKS = ["--tasks", "needles,questions,agreement,time"]
 COARSE = "tau=1000,segment=64"
 MINE = ("2 + 2 = ", "4"), ("x" * 200, "yes")
 
@@ -35,36 +33,21 @@ def evaluated(tiny_folder, tmp_path_factory):
 
 
 @SLOW
-def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
+def test_a_run_leaves_results_summary_and_report(evaluated):
     folder, outcome = evaluated
     assert outcome.returncode == 0, outcome.stderr
     printed = json.loads(outcome.stdout)
-    names = ["agreement.png", "needles.png", "report.md", "results.sqlite", "summary.json", "time.png"]
-    assert sorted(path.name for path in (folder / "out").iterdir()) == names
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["report.md", "results.sqlite", "summary.json"]
     assert json.loads((folder / "out" / "summary.json").read_text()) == {"origin": MARK} | printed
     assert abs(datetime.fromisoformat(printed["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
     assert printed["plan"]["lengths"] == [512, 640]
-    assert printed["plan"]["tasks"] == ["needles", "questions", "perplexity", "agreement", "time", "prompts"]
+    assert printed["plan"]["tasks"] == ["needles", "questions", "agreement", "time", "prompts"]
+    mine = [row for row in printed["answers"] if row["task"] == "prompts"]
+    assert [(row["variant"], row["prompts"], row["length"]) for row in mine] == [("dense", 2, 203), (COARSE, 2, 203)]
     page = (folder / "out" / "report.md").read_text()
-    for piece in ("# Evaluation of", "\ns2o-eval --model", "| questions | 640 |", "](needles.png)", "dense cannot"):
+    for piece in ("# Evaluation of", "\ns2o-eval --model", "| questions | 640 |", "| worst eighth |"):
         assert piece in page, piece
     assert "evaluating" in outcome.stderr
-
-
-@SLOW
-def test_the_users_prompts_are_scored_as_by_hand(evaluated, tiny_folder):
-    row = next(row for row in json.loads(evaluated[1].stdout)["retrieval"] if row["task"] == "prompts")
-    loaded = load(str(tiny_folder), "cpu", resident=True)
-    correct, likelihood = [], []
-    for before, answer in MINE:
-        ids = torch.tensor(loaded.tokenizer(before + answer, add_special_tokens=False).input_ids)
-        with torch.no_grad():
-            log_probs = loaded.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-        positions = torch.arange(len(ids) - len(answer), len(ids))
-        correct.append(bool((log_probs[positions - 1].argmax(-1) == ids[positions]).all()))
-        likelihood.append(float(log_probs[positions - 1, ids[positions]].sum()))
-    assert (row["variant"], row["asked"], row["found"], row["length"]) == ("dense", 2, sum(correct), 203)
-    assert row["log_likelihood"] == pytest.approx(sum(likelihood) / 2, rel=1e-5)
 
 
 @pytest.mark.usefixtures("offline")
@@ -79,10 +62,7 @@ def test_a_dry_run_prints_the_plan_writes_nothing_and_needs_no_hub(tmp_path):
     plan = json.loads(outcome.stdout)
     assert (plan["lengths"], plan["variants"]) == ([1024, 2048], ["dense", COARSE])
     assert plan["prompts"] == f"{2 * (3 * 4 + 1)} for each of 2 variants"
-    assert (
-        "tasks                 needles; questions; perplexity"
-        in run(*arguments("demo"), "--dry-run", cwd=tmp_path).stdout
-    )
+    assert "needles; questions; agreement" in run(*arguments("demo"), "--dry-run", cwd=tmp_path).stdout
     outcome = run(*arguments("qwen2.5-7b"), "--dry-run", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
