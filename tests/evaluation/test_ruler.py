@@ -109,15 +109,12 @@ def test_every_variant_answers_behind_its_own_prompt_with_dense_attention(tokeni
     dense, coarse = results["prompts"]
     question = ruler.make_question(tokenizer, "ruler_fwe", TINY, 0, count=1, seed=0)
     count = len(question.ids)
-    written = demo.model.generate(question.ids[None], max_new_tokens=5, do_sample=False)[0, count:]
-    assert dense["text"] == tokenizer.decode(written, skip_special_tokens=True)
     whole = torch.cat([question.ids, torch.tensor(question.answer)])
     likely = demo.model(whole[None]).logits[0, count - 1 : -1].double().log_softmax(-1)
     by_hand = sum(float(row[token]) for row, token in zip(likely, question.answer, strict=True))
     assert dense["log_likelihood"] == pytest.approx(by_hand, rel=1e-4)
     assert (dense["density"], coarse["density"] < 0.9) == (1, True)
     assert coarse["log_likelihood"] != pytest.approx(by_hand, rel=1e-3)
-    assert [row["task"] for row in results["answers"]] == ["ruler_fwe"] * 2
 
 
 def test_tasks_are_judged_listed_and_pooled_as_by_hand(demo, tmp_path):
@@ -150,8 +147,7 @@ def test_tasks_are_judged_listed_and_pooled_as_by_hand(demo, tmp_path):
     assert judged["niah_multikey_2"]["p"] == pytest.approx(2 * 0.5**10)
     assert [row["p_holm"] for row in judged.values()] == adjust_holm([row["p"] for row in judged.values()])
     assert pooled["worse"] == [*judged]
-    assert (pooled["dense_score"], pooled["score"]) == (pytest.approx(0.6), pytest.approx(0.5))
-    assert pooled["difference"] == pytest.approx(-0.1)
+    assert [pooled[name] for name in ("score", "dense_score", "difference")] == pytest.approx([0.5, 0.6, -0.1])
     assert -0.14 < pooled["low"] < pooled["difference"] < pooled["high"] < -0.06
     assert [pooled["nats"][name] for name in ("difference", "low", "high")] == pytest.approx([-0.25] * 3)
     line = report.describe_ruler(pooled)
