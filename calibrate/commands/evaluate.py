@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from calibrate.prompts.prompt import Prompt
 
 PROGRAM = "s2o-eval"
-log = logging.getLogger(PROGRAM)
 FIRST = ("--model", "--profile", "--setting", "--lengths", "--tasks", "--prompts", "--out-dir", "--dry-run")
 EXAMPLES = (
     ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
@@ -79,7 +77,7 @@ def _run(flags: Flags) -> int:
     if "model" not in flags:
         raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
     if "out_dir" not in flags:
-        raise ConfigError("--out-dir is missing: give a folder for results, report and pictures")
+        raise ConfigError("--out-dir is missing: give a folder for results and report")
     if flags["out_dir"].exists() and not flags["out_dir"].is_dir():
         raise ConfigError(f"--out-dir {flags['out_dir']} is a file: give a folder")
     for name in FILES:
@@ -120,14 +118,12 @@ def _run(flags: Flags) -> int:
         return OK
     outcome = _measure(plan, user_prompts, progress="quiet" not in flags)
     with wrap_write_errors(plan.out):
-        files, failure = report.write_report(outcome, plan)
+        report.write_report(outcome, plan)
     if "json" in flags:
         print_json(outcome)
     else:
         report.print_summary(outcome, console)
-    print_lines([f"wrote {', '.join(files)} to {plan.out}"], console)
-    if failure:
-        log.warning("%s", failure)
+    print_lines([f"wrote {', '.join(FILES)} to {plan.out}"], console)
     return OK
 
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 PROMPTS = "prompts"  # the task of the user's own file
 RULER = "ruler"  # tasks that need lm_eval
 RETRIEVAL = tuple(FACTS)
-TEXT = ("perplexity", "agreement")  # tasks that one pass over one prompt answers
-TASKS = (*RETRIEVAL, *TEXT, "time")
+AGREEMENT, TIME = "agreement", "time"
+TASKS = (*RETRIEVAL, AGREEMENT, TIME)
 ALL_TASKS = (*TASKS, RULER, PROMPTS)  # in the order in which they are done
 DENSE = "dense"
-FILES = ("report.md", "summary.json", "needles.png", "agreement.png", "time.png")  # of a report, in its folder
+FILES = ("report.md", "summary.json")  # of a report, in its folder
 SHORTEST = 64  # tokens
 RULER_ROWS = 500  # prompts that lm_eval makes of each of RULER's tasks
 GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
@@ -56,7 +56,7 @@ class EvaluationPlan:
     # fmt: off
     model: str = shared(CALIBRATION["model"], group=COMPARED)
     out: Path = option(
-        Rule(Path), "where results, report and pictures go", OUTPUT,
+        Rule(Path), "where results and report go", OUTPUT,
         name="out_dir", metavar="FOLDER", example="evaluations/demo")
     lengths: tuple[int, ...] = shared(
         CALIBRATION["lengths"], rule=Rule(int, SHORTEST, MAX_LENGTH, unit=TOKENS, many=True), help="prompt lengths",

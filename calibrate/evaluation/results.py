@@ -8,17 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from itertools import chain, product
+from itertools import product
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from calibrate.evaluation import ruler
-from calibrate.evaluation.paired import CONFIDENCE, adjust_holm, bootstrap, compare_answers, run_mcnemar
-from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan
-from calibrate.evaluation.run import DIGEST, Evaluation, Variant
-from calibrate.evaluation.score import BUCKETS
+from calibrate.evaluation.paired import CONFIDENCE, adjust_holm, compare_paired
+from calibrate.evaluation.plan import AGREEMENT, DENSE, PROMPTS, RETRIEVAL, TIME, EvaluationPlan
+from calibrate.evaluation.run import DIGEST, Evaluation
 from calibrate.evaluation.tasks import list_cases
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
@@ -27,10 +26,8 @@ from calibrate.versions import collect_versions
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import split_fingerprint
 
-DENSE_CAN = 0.5  # a task of which the dense model answers less says nothing about what a variant loses
 RULER_JUDGED = 0.2, 0.98  # dense scores of RULER's tasks that tell what a variant loses; outside they are only listed
-# fields of a row that say nothing of several tasks together
-OF_ONE_TASK = ("parts", "density", "dense", "seconds", "fastest", "slowest", "peak_bytes", "dense_seconds")
+QUALITY = ("score", "dense_score", "difference", "low", "high", "p", "kl", "worst_kl", "top1", "speedup")
 
 Row = dict[str, Any]
 Summary = dict[str, Any]
@@ -59,22 +56,25 @@ def summarise(evaluation: Evaluation) -> Summary:
     """Return the outcome of an evaluation, all of it JSON, from a journal that has the results of all prompts."""
     plan, loaded, compared = evaluation.plan, evaluation.loaded, evaluation.compared
     results = [
-        {"task": task, "variant": variant.name, "length": case.length, "sample": case.sample} | value
+        {"task": case.task, "variant": variant.name, "length": case.length, "sample": case.sample} | value
         for case in list_cases(plan, evaluation.user_prompts)
-        for task in case.tasks
         for variant in compared
-        if (value := evaluation.journal.get(task, case.key(variant.identity)))
+        if (value := evaluation.journal.get(case.task, case.key(variant.identity)))
     ]
-    scores = {"perplexity": _score_perplexity, "agreement": _score_agreement, "time": _score_time}
-    text = {task: _score_groups(results, [task], score) for task, score in scores.items()}
-    quality: dict[tuple[int, str], Row] = {  # of each variant, all retrieval tasks together, and the text's results
+    tasks = *RETRIEVAL, *ruler.TASKS, PROMPTS
+    answers = [row for task in tasks for row in _score_groups(results, task, _score_answers)]
+    agreement = _score_groups(results, AGREEMENT, _score_agreement)
+    time = _score_groups(results, TIME, _score_time)
+    # the tasks of one family are adjusted by Holm and pooled together; the user's prompts are a family of one
+    pooled, ruler_pooled, _ = (_pool_tasks(answers, family) for family in (RETRIEVAL, ruler.TASKS, (PROMPTS,)))
+    quality: dict[tuple[int, str], Row] = {
         (length, variant.name): {"variant": variant.name, "length": length, "budget": variant.budget}
         | {"attention_speedup": variant.attention_speedup(length)}
         for length, variant in product(plan.lengths, compared[1:])
     }
-    for row in (*_score_groups(results, RETRIEVAL, _score_recall), *text["agreement"], *text["time"]):
-        joined = quality.get((row["length"], row["variant"]), {})
-        joined |= {name: value for name, value in row.items() if joined and name not in OF_ONE_TASK}
+    for row in (*pooled, *agreement, *time):
+        if joined := quality.get((row["length"], row["variant"])):
+            joined |= {name: row[name] for name in QUALITY if name in row}
     return {
         "model": plan.model,
         "architecture": str(loaded.geometry),
@@ -84,14 +84,10 @@ def summarise(evaluation: Evaluation) -> Summary:
         "plan": json.loads(json.dumps(asdict(plan), default=str)),
         "variants": [{"name": variant.name, "identity": variant.identity} for variant in compared],
         "quality": list(quality.values()),
-        "retrieval": [
-            {"task": task} | row
-            for task in (*RETRIEVAL, PROMPTS)
-            for row in _score_groups(results, [task], _score_recall)
-        ],
-        "heat": _map_depths(plan, compared, results),
-        **dict(zip(("ruler", "ruler_pooled"), _summarise_ruler(results), strict=True)),
-        **text,
+        "answers": [{name: value for name, value in row.items() if name != "changes"} for row in answers],
+        "ruler_pooled": ruler_pooled,
+        "agreement": agreement,
+        "time": time,
         "prompts": results,  # as measured: all other numbers follow from these
     }
 
@@ -104,15 +100,13 @@ def group_rows(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[R
     return groups
 
 
-def _score_groups(
-    results: Sequence[Row], tasks: Sequence[str], score: Callable[[list[Row], list[Row]], Row]
-) -> list[Row]:
-    """Make a row for each length and variant of the results of some tasks; the user's prompts are in one row.
+def _score_groups(results: Sequence[Row], task: str, score: Callable[[list[Row], list[Row]], Row]) -> list[Row]:
+    """Make a row for each length and variant of a task's results; the user's prompts are in one row.
 
     results: by rising length, dense first. score: is given a variant's results and dense's, one list for dense itself.
     """
-    rows = [row for row in results if row["task"] in tasks]
-    if PROMPTS in tasks:
+    rows = [row for row in results if row["task"] == task]
+    if task == PROMPTS:
         rows = [row | {"length": max(row["length"] for row in rows)} for row in rows]
     groups, scored = group_rows(rows, "length", "variant"), []
     for (length, variant), values in groups.items():
@@ -120,74 +114,45 @@ def _score_groups(
         for value in values:
             reasons |= Counter(value["dense"])
         run = {"density": fmean(value["density"] for value in values), "dense": dict(reasons)}
-        dense = groups.get((length, DENSE), [])  # dense is not compared with itself in agreement: it may have no rows
-        scored.append({"variant": variant, "length": length} | score(values, dense) | run)
+        dense = groups.get((length, DENSE), [])  # dense is not compared with itself in agreement: it has no rows there
+        scored.append({"task": task, "variant": variant, "length": length} | score(values, dense) | run)
     return scored
 
 
-def _score_recall(values: list[Row], dense: list[Row]) -> Row:
-    """Count a variant's right answers, "found", those of dense, and those that both have right, "kept"."""
-    by_prompt, dense_by_prompt = ([value["correct"] for value in rows] for rows in (values, dense))
-    correct, dense_correct = list(chain(*by_prompt)), list(chain(*dense_by_prompt))
-    return {
-        "asked": len(correct),
-        "found": sum(correct),
-        "accuracy": fmean(correct),
-        "dense_found": sum(dense_correct),
-        "dense_accuracy": fmean(dense_correct),
-        "dense_can": fmean(dense_correct) >= DENSE_CAN,
-        "kept": sum(map(min, dense_correct, correct)),
-        "log_likelihood": fmean(chain(*(value["log_likelihood"] for value in values))),
-        **({} if values is dense else compare_answers(dense_by_prompt, by_prompt)),
-    }
+def _score_answers(values: list[Row], dense: list[Row]) -> Row:
+    """Compare a variant's scores with dense's, and the right answers' log-likelihoods in nats per token.
+
+    changes: of each prompt, what the variant has more than dense, of both.
+    """
+    own, other = (
+        np.array([(value["score"], value["log_likelihood"] / value["answer_tokens"]) for value in rows]).T
+        for rows in (values, dense)
+    )
+    changes, dense_score = (own - other).tolist(), float(other[0].mean())
+    row: Row = {"score": float(own[0].mean()), "dense_score": dense_score, "log_likelihood": float(own[1].mean())}
+    row |= {"prompts": len(values), "changes": changes, "judged": True}
+    if values[0]["task"] in ruler.TASKS:
+        row["judged"] = RULER_JUDGED[0] <= dense_score <= RULER_JUDGED[1]
+    return row if values is dense else row | compare_paired(changes[:1]) | {"nats": compare_paired(changes[1:])}
 
 
-def _summarise_ruler(results: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return rows of each task of RULER, and of all judged tasks together for each length and variant but dense."""
-    rows = [{"task": task} | row for task in ruler.TASKS for row in _score_groups(results, [task], _score_ruler)]
+def _pool_tasks(answers: Sequence[Row], tasks: Iterable[str]) -> list[Row]:
+    """Adjust the p-values of judged tasks in their rows; return what they say together, by length and variant."""
+    rows = [row for row in answers if row["task"] in tasks and row["variant"] != DENSE]
     pooled = []
     for (length, variant), of_tasks in group_rows(rows, "length", "variant").items():
-        changes, nats = ([row.pop(name) for row in of_tasks] for name in ("changes", "nats"))
-        if variant == DENSE:
-            continue
         judged = [row for row in of_tasks if row["judged"]]
         for row, p in zip(judged, adjust_holm([row["p"] for row in judged]), strict=True):
             row["p_holm"] = p
         names = {"judged": judged, "listed": [row for row in of_tasks if not row["judged"]]}
         names["worse"] = [row for row in judged if row["p_holm"] < 1 - CONFIDENCE and row["difference"] < 0]
         pool: Row = {name: [row["task"] for row in group] for name, group in names.items()}
-        pool |= {"variant": variant, "length": length, "nats": bootstrap(nats)}
+        pool |= {"variant": variant, "length": length, "nats": compare_paired([row["changes"][1] for row in of_tasks])}
         if judged:
             pool |= {name: fmean(row[name] for row in judged) for name in ("score", "dense_score")}
-            pool |= bootstrap([values for values, row in zip(changes, of_tasks, strict=True) if row["judged"]])
+            pool |= compare_paired([row["changes"][0] for row in judged])
         pooled.append(pool)
-    return rows, pooled
-
-
-def _score_ruler(values: list[Row], dense: list[Row]) -> Row:
-    """Compare a variant's scores with dense's, and the right answers' log-likelihoods in nats per token.
-
-    changes, nats: of each prompt, what the variant has more than dense.
-    """
-    own, other = (
-        np.array([(value["score"], value["log_likelihood"] / value["answer_tokens"]) for value in rows]).T
-        for rows in (values, dense)
-    )
-    score, dense_score = float(own[0].mean()), float(other[0].mean())
-    changes, nats = (own - other).tolist()
-    row: Row = {"asked": len(values), "score": score, "dense_score": dense_score, "changes": changes, "nats": nats}
-    row["judged"] = RULER_JUDGED[0] <= dense_score <= RULER_JUDGED[1]
-    if values is not dense:
-        row |= bootstrap([changes]) | {"log_likelihood": bootstrap([nats])}
-        if {*own[0], *other[0]} <= {0.0, 1.0}:
-            row["p"] = run_mcnemar(changes.count(-1.0), changes.count(1.0))
-    return row
-
-
-def _score_perplexity(values: list[Row], dense: list[Row]) -> Row:
-    tokens = sum(value["tokens"] for value in values)
-    own, dense_own = (math.exp(math.fsum(value["nll"] for value in rows) / tokens) for rows in (values, dense))
-    return {"tokens": tokens, "perplexity": own, "dense_perplexity": dense_own}
+    return pooled
 
 
 def _score_agreement(values: list[Row], dense: list[Row]) -> Row:
@@ -197,34 +162,10 @@ def _score_agreement(values: list[Row], dense: list[Row]) -> Row:
     columns = (zip(*(value[name] for value in values), strict=True) for name in ("kl", "same", "positions"))
     sums = [list(map(math.fsum, column)) for column in columns]
     parts = list(map(average, *sums))
-    return {"positions": sum(sums[2]), **average(*map(sum, sums)), "parts": parts}
+    return average(*map(sum, sums)) | {"worst_kl": max(part["kl"] for part in parts), "parts": parts}
 
 
 def _score_time(values: list[Row], dense: list[Row]) -> Row:
     (value,), (dense_value,) = values, dense
     measured = {name: value[name] for name in ("seconds", "fastest", "slowest", "peak_bytes")}
-    return measured | {"dense_seconds": dense_value["seconds"], "speedup": dense_value["seconds"] / value["seconds"]}
-
-
-def _map_depths(plan: EvaluationPlan, compared: Sequence[Variant], results: Sequence[Row]) -> list[Row]:
-    """Return for each variant the share of needles found: accuracy[depth][length], at most `BUCKETS` depths."""
-    parts = min(BUCKETS, plan.needles)
-    answers = [
-        row | {"part": number * parts // plan.needles, "right": right}
-        for row in results
-        if row["task"] == "needles"
-        for number, right in zip(row["asked"], row["correct"], strict=True)
-    ]
-    shares = {
-        key: fmean(answer["right"] for answer in group)
-        for key, group in group_rows(answers, "variant", "part", "length").items()
-    }
-    return [
-        {
-            "variant": variant.name,
-            "lengths": list(plan.lengths),
-            "depths": [part / parts for part in range(parts)],
-            "accuracy": [[shares[variant.name, part, length] for length in plan.lengths] for part in range(parts)],
-        }
-        for variant in (compared if shares else ())
-    ]
+    return measured | {"speedup": dense_value["seconds"] / value["seconds"]}

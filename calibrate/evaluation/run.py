@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from calibrate.evaluation import score
-from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan, configure_layer, find_baseline
-from calibrate.evaluation.tasks import Case, ask_ruler, build, list_cases
+from calibrate.evaluation.plan import AGREEMENT, DENSE, TIME, EvaluationPlan, configure_layer, find_baseline
+from calibrate.evaluation.ruler import RulerQuestion
+from calibrate.evaluation.tasks import AnyPrompt, Case, build, list_cases
 from calibrate.journal import Journal
 from calibrate.model.layers import with_attention
 from calibrate.model.models import LoadedModel
@@ -180,69 +182,52 @@ class Evaluation:
 def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
     """Measure what the journal lacks of a plan. Raises ResourceError if the GPU's memory does not suffice."""
     plan, compared, journal = evaluation.plan, evaluation.compared, evaluation.journal
-    planned, dense = list_cases(plan, evaluation.user_prompts), compared[0]
-
-    def list_missing(case: Case, variant: Variant) -> list[str]:
-        tasks = [task for task in case.tasks if not (task == "agreement" and variant is dense)]  # it agrees with itself
-        return [task for task in tasks if journal.get(task, case.key(variant.identity)) is None]
-
-    to_do = [[list_missing(case, variant) for variant in compared] for case in planned]
-    with show_progress("evaluating", len(planned) * len(compared), "prompt", shown=progress) as step:
-        if stored := sum(not tasks for missing in to_do for tasks in missing):
+    pairs = [
+        (case, variant)
+        for case in list_cases(plan, evaluation.user_prompts)
+        for variant in compared[case.task == AGREEMENT :]  # dense agrees with itself
+    ]
+    missing = [(case, variant) for case, variant in pairs if not journal.get(case.task, case.key(variant.identity))]
+    with show_progress("evaluating", len(pairs), "prompt", shown=progress) as step:
+        if stored := len(pairs) - len(missing):
             step(f"are in {journal.path.name}", stored, known=True)
-        for case, missing in zip(planned, to_do, strict=True):
-            if not any(missing):
-                continue
-            run = _CaseRun(case, evaluation)
-            for variant, tasks in zip(compared, missing, strict=True):
-                # dense runs for a variant that is compared with it even if dense itself misses nothing
-                is_reference = variant is dense and any("agreement" in others for others in missing)
-                if not tasks and not is_reference:
-                    continue
-                try:
-                    results = run.measure(variant, tasks, is_reference)
-                except torch.OutOfMemoryError as error:
-                    raise ResourceError(
-                        f"GPU memory ran out while {variant.name} read {case.length} tokens: use shorter --lengths or "
-                        "a smaller model; what was measured is kept"
-                    ) from error
-                for task, result in results.items():
-                    journal.put(task, case.key(variant.identity), result)
-                if tasks:
-                    step(f"{', '.join(case.tasks)} at {case.length} tokens")
+        for case, group in groupby(missing, itemgetter(0)):
+            variant = compared[0]
+            try:
+                prompt = build(case, plan, evaluation.loaded.tokenizer, evaluation.user_prompts)
+                reference = _predict_densely(evaluation, case, prompt) if case.task == AGREEMENT else None
+                for _, variant in group:
+                    result = _measure(evaluation, prompt, variant, reference, timed=case.task == TIME)
+                    journal.put(case.task, case.key(variant.identity), result)
+                    step(f"{case.task} at {case.length} tokens")
+            except torch.OutOfMemoryError as error:
+                raise ResourceError(
+                    f"GPU memory ran out while {variant.name} read {case.length} tokens: use shorter --lengths or "
+                    "a smaller model; what was measured is kept"
+                ) from error
 
 
-class _CaseRun:
-    """One prompt, and the dense model's predictions on it with which variants are compared."""
+def _predict_densely(evaluation: Evaluation, case: Case, prompt: AnyPrompt) -> tuple[Tensor, Tensor]:
+    """Return the positions [R] at which predictions are compared, and the dense model's `log_probs` there [R, V]."""
+    positions = score.sample_positions(case.length, case.rng(evaluation.plan, "positions"))
+    with run_as(evaluation.loaded.model, evaluation.compared[0]):
+        forward = score.ForwardPass(evaluation.loaded, prompt.ids)
+    return positions, torch.cat(list(forward.log_probs(positions)))
 
-    def __init__(self, case: Case, evaluation: Evaluation) -> None:
-        plan = evaluation.plan
-        self.loaded, self.repeats = evaluation.loaded, plan.repeats
-        self.question = ask_ruler(case, plan, self.loaded.tokenizer)
-        self.prompt, self.asked = build(case, plan, self.loaded.tokenizer, evaluation.user_prompts)
-        rng = random.Random(f"{plan.seed}/{case.length}/{case.sample}/positions")
-        self.positions = score.sample_positions(case.length, rng)
-        self.dense_log_probs: Tensor | None = None
 
-    def measure(self, variant: Variant, tasks: Sequence[str], is_reference: bool) -> dict[str, Any]:
-        """Return a variant's results by task. Of an `is_reference` run the predictions are kept."""
-        with run_as(self.loaded.model, variant):
-            if "time" in tasks:
-                result = score.time_first_token(self.loaded, self.prompt.ids, self.repeats)
-                return {"time": result | collect_run_stats(variant)}
-            forward = score.ForwardPass(self.loaded, self.prompt.ids, cache=self.question is not None)
-            if is_reference:
-                self.dense_log_probs = torch.cat(list(forward.log_probs(self.positions)))
-            results: dict[str, dict[str, Any]] = {}
-            if "perplexity" in tasks:
-                results["perplexity"] = score.sum_negative_log_likelihood(forward)
-            if "agreement" in tasks:
-                assert self.dense_log_probs is not None  # dense comes first
-                results["agreement"] = score.compare_predictions(forward, self.positions, self.dense_log_probs)
-            for task in {*RETRIEVAL, PROMPTS}.intersection(tasks):
-                results[task] = score.score_answers(forward, self.prompt) | {"asked": self.asked}
-            stats = collect_run_stats(variant)
-        # behind the variant's prompt, but read with dense attention, as decoding always is
-        if self.question is not None:
-            results[tasks[0]] = score.score_ruler(self.loaded, forward, self.question)
-        return {task: result | stats for task, result in results.items()}
+def _measure(
+    evaluation: Evaluation, prompt: AnyPrompt, variant: Variant, reference: tuple[Tensor, Tensor] | None, timed: bool
+) -> dict[str, Any]:
+    """Return a variant's result on a prompt: its time, what differs from dense's predictions, or its answers."""
+    loaded = evaluation.loaded
+    with run_as(loaded.model, variant):
+        if timed:
+            return score.time_first_token(loaded, prompt.ids, evaluation.plan.repeats) | collect_run_stats(variant)
+        forward = score.ForwardPass(loaded, prompt.ids, cache=isinstance(prompt, RulerQuestion))
+        stats = collect_run_stats(variant)
+    # behind the variant's prompt, but read with dense attention, as decoding always is
+    if isinstance(prompt, RulerQuestion):
+        return score.score_ruler(loaded, forward, prompt) | stats
+    if reference is not None:
+        return score.compare_predictions(forward, *reference) | stats
+    return score.score_answers(forward, prompt) | stats

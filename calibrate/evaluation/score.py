@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -75,35 +75,22 @@ class ForwardPass:
                 )
             yield log_probs
 
-    def token_log_probs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the prompt's own tokens, float64 [R], and whether each is the most likely.
-
-        positions: [R], integers from 1: nothing predicts the first token.
-        """
-        all_tokens = torch.split(self.ids[positions.to(self.ids.device)], ROWS)
-        pieces = [
-            (log_probs.gather(-1, tokens[:, None])[:, 0].double().cpu(), (log_probs.argmax(-1) == tokens).cpu())
-            for tokens, log_probs in zip(all_tokens, self.log_probs(positions - 1), strict=True)
-        ]
-        token_log_probs, most_likely = map(torch.cat, zip(*pieces, strict=True))
-        return token_log_probs, most_likely
-
 
 def score_answers(forward: ForwardPass, prompt: Prompt) -> dict[str, Any]:
-    """Return for each answer whether all of its tokens are the most likely ones, and its log-likelihood in nats."""
+    """Return for each answer whether all of its tokens are the most likely ones, and the share of such answers.
+
+    log_likelihood: in nats, of all `answer_tokens` tokens.
+    """
     positions = torch.cat([torch.arange(first, last) for first, last in prompt.answers])
-    lengths = [last - first for first, last in prompt.answers]
-    log_probs, most_likely = (torch.split(values, lengths) for values in forward.token_log_probs(positions))
-    return {
-        "correct": [bool(tokens.all()) for tokens in most_likely],
-        "log_likelihood": [float(tokens.sum()) for tokens in log_probs],
-    }
-
-
-def sum_negative_log_likelihood(forward: ForwardPass) -> dict[str, Any]:
-    """Sum the negative log-likelihoods in nats of every token but the first, and count these tokens."""
-    log_probs, _ = forward.token_log_probs(torch.arange(1, len(forward.ids)))
-    return {"nll": -float(log_probs.sum()), "tokens": len(log_probs)}
+    all_tokens = torch.split(forward.ids[positions.to(forward.ids.device)], ROWS)
+    log_likelihood, right = 0.0, []
+    for tokens, log_probs in zip(all_tokens, forward.log_probs(positions - 1), strict=True):
+        log_likelihood += float(log_probs.gather(-1, tokens[:, None]).double().sum())
+        right += (log_probs.argmax(-1) == tokens).tolist()
+    ends = list(accumulate(last - first for first, last in prompt.answers))
+    correct = [all(right[first:end]) for first, end in pairwise([0, *ends])]
+    score = statistics.fmean(correct)
+    return {"score": score, "correct": correct, "log_likelihood": log_likelihood, "answer_tokens": len(positions)}
 
 
 def score_ruler(loaded: LoadedModel, forward: ForwardPass, question: RulerQuestion) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from calibrate.evaluation import ruler
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, RULER, TEXT, EvaluationPlan
+from calibrate.evaluation.plan import AGREEMENT, PROMPTS, RETRIEVAL, RULER, TIME, EvaluationPlan
 from calibrate.prompts.documents import (
     check_text,
     hide_in_documents,
@@ -26,17 +26,15 @@ from calibrate.prompts.prompts import encode_served
 from calibrate.prompts.retrieval import FACTS, Retrieval, encode, get_start_tokens
 from s2o_runtime.errors import InputError
 
+AnyPrompt = Prompt | ruler.RulerQuestion
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt of an evaluation, before it is built: its `length` in tokens and its number among those of its kind.
+    """One prompt of an evaluation, before it is built: its length in tokens and its number among its task's."""
 
-    tasks: what its result answers; several where one forward pass answers them all.
-    """
-
-    tasks: tuple[str, ...]
+    task: str
     length: int
     sample: int
 
@@ -46,69 +44,59 @@ class Case:
 
     def rng(self, plan: EvaluationPlan, purpose: str) -> random.Random:
         """Return the random numbers of one purpose for this prompt."""
-        return random.Random(f"{plan.seed}/{self.tasks[0]}/{self.length}/{self.sample}/{purpose}")
+        return random.Random(f"{plan.seed}/{self.task}/{self.length}/{self.sample}/{purpose}")
 
 
 def list_cases(plan: EvaluationPlan, user_prompts: Sequence[Prompt]) -> list[Case]:
-    """List every prompt of a plan, by rising length; those of RULER, the user's and the timed ones come last."""
-    groups = [*((task,) for task in RETRIEVAL), TEXT]  # one forward pass answers all tasks of a group
-    groups = [tasks for group in groups if (tasks := tuple(task for task in group if task in plan.tasks))]
-    planned = [Case(tasks, *rest) for *rest, tasks in product(plan.lengths, range(plan.samples), groups)]
+    """List every prompt of a plan, by rising length; the user's come last."""
+    counts = {task: plan.samples for task in (*RETRIEVAL, AGREEMENT) if task in plan.tasks}
     if RULER in plan.tasks:
-        samples = range(plan.ruler_prompts)
-        planned += [Case((task,), *rest) for *rest, task in product(plan.lengths, samples, ruler.TASKS)]
+        counts |= dict.fromkeys(ruler.TASKS, plan.ruler_prompts)
+    if TIME in plan.tasks:
+        counts[TIME] = 1
+    planned = [
+        Case(task, length, sample)
+        for length, (task, count) in product(plan.lengths, counts.items())
+        for sample in range(count)
+    ]
     if PROMPTS in plan.tasks:
-        planned += [Case((PROMPTS,), len(prompt.ids), index) for index, prompt in enumerate(user_prompts)]
-    if "time" in plan.tasks:
-        planned += [Case(("time",), length, 0) for length in plan.lengths]
+        planned += [Case(PROMPTS, len(prompt.ids), index) for index, prompt in enumerate(user_prompts)]
     return planned
 
 
-def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> tuple[Prompt, list[int]]:
-    """Build the prompt of a case; return it and, for each of its answers, the number of the fact that it is about."""
-    task = case.tasks[0]
-    if task == PROMPTS:
-        return user_prompts[case.sample], [0]
-    if (question := ask_ruler(case, plan, tokenizer)) is not None:
-        return Prompt(question.ids), []
+def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> AnyPrompt:
+    """Build the prompt of a case; with a task of RULER, its question."""
+    if case.task == PROMPTS:
+        return user_prompts[case.sample]
+    if case.task in ruler.TASKS:
+        count = plan.ruler_prompts
+        return ruler.make_question(tokenizer, case.task, case.length, case.sample, count=count, seed=plan.seed)
     sources = shuffle_held_out_sources(case.rng(plan, "text"))
-    if task in RETRIEVAL:
-        retrieval = _hide_facts(case, plan, tokenizer)
-        _check_length(task, case.length, retrieval.count_fewest_tokens(len(get_start_tokens(tokenizer))))
-        return hide_in_documents(tokenizer, sources, case.length, retrieval, ""), retrieval.asked
-    return Prompt(torch.tensor(take_first_tokens(tokenizer, sources, case.length))), []
-
-
-def ask_ruler(case: Case, plan: EvaluationPlan, tokenizer: Any) -> ruler.RulerQuestion | None:
-    """Return the question of a case of RULER; None for another."""
-    (task, *_), count = case.tasks, plan.ruler_prompts
-    if task not in ruler.TASKS:
-        return None
-    return ruler.make_question(tokenizer, task, case.length, case.sample, count=count, seed=plan.seed)
+    if case.task in RETRIEVAL:
+        return hide_in_documents(tokenizer, sources, case.length, _hide_facts(case, plan, tokenizer), "")
+    return Prompt(torch.tensor(take_first_tokens(tokenizer, sources, case.length)))
 
 
 def check_lengths(plan: EvaluationPlan, tokenizer: Any) -> None:
     """Raise InputError if the shortest length is too short for a prompt of a task, or what makes one is missing."""
+    shortest = plan.lengths[0]
     for task in ruler.TASKS if RULER in plan.tasks else ():
-        ask_ruler(Case((task,), plan.lengths[0], 0), plan, tokenizer)
+        build(Case(task, shortest, 0), plan, tokenizer, ())
     begin = len(get_start_tokens(tokenizer))
     for task in (task for task in RETRIEVAL if task in plan.tasks):
-        samples = (Case((task,), plan.lengths[0], sample) for sample in range(plan.samples))
+        samples = (Case(task, shortest, sample) for sample in range(plan.samples))
         needed = max(_hide_facts(case, plan, tokenizer).count_fewest_tokens(begin) for case in samples)
-        _check_length(task, plan.lengths[0], needed)
+        if shortest < needed:
+            raise InputError(
+                f"length {shortest} is too short for the task {task!r}: use {needed} tokens or more, or leave the task "
+                "out"
+            )
 
 
 def _hide_facts(case: Case, plan: EvaluationPlan, tokenizer: Any) -> Retrieval:
     rng = case.rng(plan, "facts")
-    facts, asked = FACTS[case.tasks[0]](plan.needles, rng)
+    facts, asked = FACTS[case.task](plan.needles, rng)
     return Retrieval.from_needles(tokenizer, asked, rng, facts)
-
-
-def _check_length(task: str, length: int, needed: int) -> None:
-    if length < needed:
-        raise InputError(
-            f"length {length} is too short for the task {task!r}: use {needed} tokens or more, or leave the task out"
-        )
 
 
 def read_user_prompts(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:

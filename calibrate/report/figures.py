@@ -32,9 +32,9 @@ COLOURS = "viridis"  # even in lightness, and told apart with every kind of colo
 BAR: dict[str, Any] = {"fraction": 0.06, "aspect": 30, "pad": 0.015}  # a colour bar beside its axes
 
 
-def render_png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
-    """Return a PNG file: what `draw` puts into an empty figure below a title; pad: inches left free beside the axes."""
-    return _save_figure(draw, title, pad, format="png", dpi=DPI, metadata={"Software": MARK})
+def render_png(draw: Callable[[Figure], None], title: str) -> bytes:
+    """Return a PNG file: what `draw` puts into an empty figure below a title."""
+    return _save_figure(draw, title, format="png", dpi=DPI, metadata={"Software": MARK})
 
 
 def render_svg(draw: Callable[[Figure], None], title: str, name: str, description: str) -> str:
@@ -62,12 +62,12 @@ def try_drawing(draw: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"the pictures cannot be drawn ({type(error).__name__}: {get_first_line(error)})"
 
 
-def _save_figure(draw: Callable[[Figure], None], title: str, pad: float = 0.04, **options: Any) -> bytes:
+def _save_figure(draw: Callable[[Figure], None], title: str, **options: Any) -> bytes:
     """Return a figure's file; the options are those of matplotlib's `savefig`."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(layout=ConstrainedLayoutEngine(w_pad=pad))
+    figure = Figure(layout=ConstrainedLayoutEngine(w_pad=0.04))
     draw(figure)
     figure.suptitle(title, fontsize="medium", parse_math=False)
     file = BytesIO()

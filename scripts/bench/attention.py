@@ -68,8 +68,7 @@ def parser() -> common.Parser:
     add("--data", "random", "random, or a model (demo, an alias, a folder) to capture q, k, v of", metavar="NAME")
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
-    sampled = "query rows, at random over the sequence, where errors against float32 dense attention are measured"
-    add("--error-rows", 256, sampled, type=int, metavar="N")
+    add("--error-rows", 256, "query rows, drawn at random, whose errors are measured", type=int, metavar="N")
     add("--seed", 0, type=int, metavar="N")
     out.add_argument("--backend", choices=("triton", "reference"), help="default triton on a GPU, reference on a CPU")
     tile, form = common.checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"

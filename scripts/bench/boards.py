@@ -1,16 +1,13 @@
-"""Find the fastest setting of each method that was measured: at equal error, at equal retrieval, under chunks.
+"""Find the fastest setting of each method that was measured: at equal error, and under chunks.
 
 Nothing is interpolated. With each row the command is printed that measures it again.
 """
 
 from __future__ import annotations
 
-import math
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from calibrate.evaluation.plan import RETRIEVAL
 from scripts.bench.schema import CALIBRATED, DENSE, EVERYTHING, FLASH, PROVEN, MethodRow, MethodsEntry
 
 POINT = 0.01  # of the answers, which a setting may lose against dense
@@ -34,22 +31,14 @@ def at_error(rows: Iterable[MethodRow], error: float) -> dict[str, MethodRow]:
     return fastest(rows, lambda row: row.rel_mse <= error)
 
 
-def at_retrieval(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str, MethodRow]:
-    """The fastest rows that answer at most a point fewer of the questions than dense.
+def differences(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """The share of questions that each variant answers more than dense, by `identity_of`.
 
     Args:
         entry: what was timed.
         evaluation: the summary.json of s2o-eval, whose variants answered the same questions. A profile is told by the
             digest of its file, another setting by its text.
     """
-    answered = differences(entry, evaluation)
-    return fastest(
-        entry.rows, lambda row: row.method in (DENSE, FLASH) or answered.get(identity_of(row), -math.inf) >= -POINT
-    )
-
-
-def differences(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """The share of questions that each variant answers more than dense, by `identity_of`; args: `at_retrieval`'s."""
     identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
     answered = [row for row in evaluation["quality"] if row["length"] == entry.length and "difference" in row]
     return {identities[row["variant"]]: row["difference"] for row in answered}
@@ -71,24 +60,10 @@ def candidates(rows: Sequence[MethodRow], errors: Iterable[float]) -> list[Metho
     return [row for row in rows if row in chosen]
 
 
-def print_boards(entry: MethodsEntry, errors: Iterable[float], evaluation: Mapping[str, Any] | None, ask: str) -> None:
-    """Print the three boards of a length.
-
-    Args:
-        entry: what was measured.
-        errors: the rel_mse of the first board.
-        evaluation: as for `at_retrieval`; None for none.
-        ask: the command of s2o-eval that makes one, without its settings.
-    """
+def print_boards(entry: MethodsEntry, errors: Iterable[float]) -> None:
+    """Print the boards of a length: at each of these rel_mse, and under chunks."""
     for error in errors:
         print_rows(f"{entry.length} tokens, rel_mse of at most {error:g}", at_error(entry.rows, error).values())
-    asked = candidates(entry.rows, errors)
-    if evaluation is not None:
-        asked = list(at_retrieval(entry, evaluation).values())
-        print_rows(f"{entry.length} tokens, at most a point fewer answers than dense", asked)
-    texts = [text_of(row.method, row.setting) for row in asked if row.method not in (DENSE, FLASH, CALIBRATED)]
-    words = shlex.join(word for text in texts for word in ("--setting", text))
-    print(f"answers by: {ask} --lengths {entry.length} --tasks {','.join(RETRIEVAL)} {words}")
     for chunk in dict.fromkeys(row.chunk for row in entry.chunked):
         title = f"{entry.length} tokens in chunks of {chunk}"
         print_rows(title, [row for row in entry.chunked if row.chunk == chunk])

@@ -3,8 +3,8 @@
 
     python -m scripts.bench.equal_answers --data MODEL --profile FILE [--length 32768] [--methods pbs sparge ...]
 
-A baseline has one number, between the ends of its ladder in scripts/bench/methods.py; it is bisected until the KL of
-answers behind a finished prefill (`calibrate.proof.answers`) is S2O's. Last rows are as exact as S2O's. A row says
+A baseline has one number, between the ends of its ladder in scripts/bench/methods.py; it is searched for until the KL
+of answers behind a finished prefill (`calibrate.proof.answers`) is S2O's. Last rows are as exact as S2O's. A row says
 which KL was reached, which is another than S2O's where the ladder ends or steps are coarse; the last line asks the same
 questions of all.
 """
@@ -17,11 +17,11 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from scipy import optimize
 
 from calibrate.evaluation.plan import RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.run import Variant, list_variants, run_as
@@ -36,7 +36,7 @@ from scripts.bench.methods import LADDERS
 NAME = "scripts.bench.equal_answers"
 # of the two tasks together 640
 QUESTIONS = f"--tasks {','.join(RETRIEVAL)} --num-prompts 10 --num-needles 32 --out-dir build/eval"
-CLOSE, STEPS = 1.02, 8  # times S2O's KL, at which a setting is as good; bisections at most
+CLOSE, SEED = 0.001, 1234  # of a number's logarithm, where the search ends; of the prompts
 
 
 def parser() -> common.Parser:
@@ -46,7 +46,6 @@ def parser() -> common.Parser:
     add("--length", 32768, "tokens of a prompt", type=int, metavar="N")
     add("--prompts", 4, "held-out prompts, each with a question about every eighth of it", type=int, metavar="N")
     add("--methods", tuple(BASELINES), "baselines", nargs="+", metavar="NAME", choices=BASELINES)
-    add("--seed", 1234, type=int, metavar="N")
     common.add_machine(add, "equal_answers.json")
     return out
 
@@ -62,32 +61,26 @@ def measure(args: argparse.Namespace) -> None:
     loaded = load(args.data, args.device, resident=True)
     plan = EvaluationPlan(args.data, Path("build/eval"), (args.length,), profiles=(args.profile,))
     _, profile = list_variants(plan, loaded)
-    measure_kl = prepare(loaded, args.length, args.prompts, args.seed)
+    measure_kl = prepare(loaded, args.length, args.prompts)
     target = measure_kl(profile)
     if not target:
         raise InputError(f"{args.profile} moves no answer at {args.length} tokens: give a length at which it runs S2O")
     print(f"{args.length} tokens, nats per token of answers: S2O {target:.2e}", flush=True)
-    rows: list[dict[str, Any]] = []
     words = f"s2o-eval --model {args.data} --lengths {args.length} --profile {args.profile} {QUESTIONS}".split()
+    rows = []
     for method in args.methods:
-        (form, *_), numbers = LADDERS[method]
-        number, kl = find_setting(partial(measure_baseline, measure_kl, form), numbers, target)
-        rows.append({"setting": form.format(number), "kl": kl, "s2o": target})
-        words += ["--setting", rows[-1]["setting"]]
-        print(f"  {rows[-1]['setting']:40} {kl:.2e}, {kl / target:.2f} times S2O's", flush=True)
+        setting, kl = find_setting(measure_kl, method, target)
+        rows.append({"setting": setting, "kl": kl, "s2o": target})
+        words += ["--setting", setting]
+        print(f"  {setting:40} {kl:.2e}, {kl / target:.2f} times S2O's", flush=True)
     print(f"answers by: {shlex.join(words)}")
     machine = common.machine(torch.device(args.device))
     args.out.write_text(json.dumps({"length": args.length, "results": rows, **machine}, indent=1), encoding="utf-8")
 
 
-def measure_baseline(measure_kl: Callable[[Variant], float], form: str, number: float) -> float:
-    """Return the KL of a baseline with this number in its setting."""
-    return measure_kl(Variant("", "", baseline=parse(form.format(number))))
-
-
-def prepare(loaded: LoadedModel, length: int, count: int, seed: int) -> Callable[[Variant], float]:
+def prepare(loaded: LoadedModel, length: int, count: int) -> Callable[[Variant], float]:
     """Let the dense model answer, and return the function that measures a variant's KL in nats per token."""
-    prompts = make_held_out_prompts(loaded.tokenizer, length, count, seed)
+    prompts = make_held_out_prompts(loaded.tokenizer, length, count, SEED)
     asked = [(prompt, answer_densely(loaded, prompt)) for prompt in prompts]
 
     def measure_kl(variant: Variant) -> float:
@@ -97,23 +90,20 @@ def prepare(loaded: LoadedModel, length: int, count: int, seed: int) -> Callable
     return measure_kl
 
 
-def find_setting(measure_kl: Callable[[float], float], numbers: Sequence[float], target: float) -> tuple[float, float]:
-    """Return the number between a ladder's ends whose KL is nearest to the target, and that KL."""
-    ends = numbers[0], numbers[-1]
-    measured = {number: measure_kl(number) for number in ends}
-    exact, loose = sorted(measured, key=measured.__getitem__)
-    for _ in range(STEPS):
-        if not measured[exact] * CLOSE < target < measured[loose] / CLOSE:
-            break  # an end is as close, or the nearest there is
-        middle = math.sqrt(exact * loose)
-        measured[middle] = measure_kl(middle)
-        exact, loose = (middle, loose) if measured[middle] < target else (exact, middle)
+def find_setting(measure_kl: Callable[[Variant], float], method: str, target: float) -> tuple[str, float]:
+    """Return the setting of a baseline whose KL is nearest to the target, and that KL."""
+    (form, *_), numbers = LADDERS[method]
 
-    def distance(number: float) -> float:
-        return abs(math.log(max(measured[number], 1e-12) / target))
+    @cache
+    def distance(power: float) -> float:
+        baseline = parse(form.format(math.exp(power)))
+        return math.log(max(measure_kl(Variant("", "", baseline=baseline)), 1e-12) / target)
 
-    nearest = min(measured, key=distance)
-    return nearest, measured[nearest]
+    powers = [math.log(numbers[0]), math.log(numbers[-1])]
+    if math.prod(map(distance, powers)) < 0:  # else one end is the nearest there is
+        powers.append(optimize.brentq(distance, *powers, xtol=CLOSE))
+    nearest = min(powers, key=lambda power: abs(distance(power)))
+    return form.format(math.exp(nearest)), target * math.exp(distance(nearest))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Time, density and error of S2O and of the baselines on the same q, k, v, and three boards of who is fastest.
+"""Time, density and error of S2O and of the baselines on the same q, k, v, and two boards of who is fastest.
 
     python -m scripts.bench.methods [--methods dense flash s2o pbs:keep=0.9 ...] [--profile FILE]
-                                    [--chunks 2048,8192] [--evaluation summary.json]
+                                    [--chunks 2048,8192]
 
 A method without options stands for a ladder of settings; "s2o" is S2O with one setting for all heads. Each --profile is
 S2O, calibrated. Settings are written as s2o-eval takes them. Every layer of the model is one call for all prompts of
@@ -10,14 +10,13 @@ the batch. Times are the GPU's, of all layers together, each call with a cold L2
 ranking or choosing blocks. Errors are against float32 dense attention in sampled rows.
 
 The boards have each method's fastest measured setting at a length, and the command that measures it again: at equal
-error, for each of --errors; at equal retrieval, by the answers in --evaluation, or else the s2o-eval command that asks;
-and under --chunks, for the settings of the first board and each method's fastest.
+error, for each of --errors; and under --chunks, for the settings of the first board and each method's fastest. Settings
+at equal answers are those of scripts.bench.equal_answers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -93,13 +92,8 @@ def parser() -> common.Parser:
     add("--lengths", "8192,32768,131072", type=common.int_list("8192,32768"), metavar="N,N")
     add("--data", "demo", "a model to capture q, k, v of, or FILE.safetensors with q, k and v [B, H, L, D]")
     out.add_argument("--profile", type=Path, action="append", default=[], help="for --data's model; repeatable")
-    errors = common.float_list("0.001,0.01")
-    add("--errors", "0.001,0.01,0.03", "rel_mse of the first board", type=errors, metavar="X,X")
-    add("--chunks", (), "queries of a call, for the third board", type=common.int_list("2048,8192"), metavar="N,N")
-    of_file = common.checked(lambda path: json.loads(Path(path).read_text(encoding="utf-8")), "the summary of s2o-eval")
-    out.add_argument(
-        "--evaluation", type=of_file, metavar="FILE", help="summary.json of s2o-eval, for the second board"
-    )
+    add("--errors", "0.001,0.01,0.03", "rel_mse of a board", type=common.float_list("0.001,0.01"), metavar="X,X")
+    add("--chunks", (), "queries of a call, for the second board", type=common.int_list("2048,8192"), metavar="N,N")
     add("--batch", 1, "prompts", type=int, metavar="N")
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--error-rows", 256, "query rows, at random over the sequence", type=int, metavar="N")
@@ -121,12 +115,9 @@ def measure(args: argparse.Namespace) -> None:
     profiles = {key_of(path): path for path in args.profile}
     settings = settings_of(args.methods, device)
     settings |= {key: partial(profile_call, load_profile(path)) for key, path in profiles.items()}
-    options = {name: value for name, value in vars(args).items() if name not in ("out", "evaluation")}
+    options = {name: value for name, value in vars(args).items() if name != "out"}
     options["profile"] = [path.name for path in args.profile]
     file = File(settings=options, results=[], **common.machine(device))
-    model = [] if Path(args.data).suffix == ".safetensors" else ["--model", args.data]
-    ask = ["s2o-eval", *model, *(word for path in args.profile for word in ("--profile", str(path)))]
-    ask += ["--out-dir", "build/eval"]
     for length in args.lengths:
         entry = MethodsEntry(length, all_layers(args, settings, profiles, length))
         file.results.append(entry)
@@ -138,7 +129,7 @@ def measure(args: argparse.Namespace) -> None:
             write(args.out, file)
             entry.chunked.extend(all_layers(args, some, profiles, length, chunk))
         write(args.out, file)
-        print_boards(entry, args.errors, args.evaluation, shlex.join(ask))
+        print_boards(entry, args.errors)
 
 
 def layer_inputs(args: argparse.Namespace, length: int) -> Iterator[Inputs]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,11 +23,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibrate.evaluation.run import Variant, collect_run_stats, repeat_config, run_as
-from calibrate.model.layers import with_attention
+from calibrate.model.layers import capture_layers, with_attention
+from calibrate.model.logits import time_prefill
 from calibrate.model.models import LoadedModel, load
 from calibrate.timing import measure_medians
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.call import Scoring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import dense_attention
 from scripts.bench.calls import bisect, device_tile, flash_attention
@@ -77,7 +76,10 @@ def bench(loaded: LoadedModel, name: str, length: int, args: argparse.Namespace)
     device, layers = loaded.weights.device, loaded.geometry.layers
     rng = torch.Generator().manual_seed(args.seed)
     ids = torch.randint(loaded.model.config.vocab_size, (length,), generator=rng)
-    qkv = first_layer(loaded, ids)
+    captures = capture_layers(loaded, [ids])
+    captured = next(next(captures))
+    qkv = captured.q, captured.k, captured.v
+    del captures  # the model has its own attention again
     configs = {f"S2O, density {density:g}": config_of(qkv, density, loaded, args) for density in args.densities}
 
     attention: dict[str, Callable[[], Any]] = {DENSE_CUDNN: partial(dense_attention, *qkv)}
@@ -95,21 +97,6 @@ def bench(loaded: LoadedModel, name: str, length: int, args: argparse.Namespace)
         rows.append(PrefillRow(form, rounds[-1][1], seconds, alone, alone / seconds.median))
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return PrefillEntry(name, length, rows, peak_bytes)
-
-
-def first_layer(loaded: LoadedModel, ids: Tensor) -> QKV:
-    """q, k, v of the first layer."""
-    captured: list[QKV] = []
-
-    def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-        captured.append((q, k, v))
-
-    config = LayerConfig.uniform(loaded.geometry.query_heads, mode="dense")
-    dense = Variant("", "", repeat_config(config, loaded.geometry.layers))
-    dense.states[0].observer = keep
-    with run_as(loaded.model, dense):
-        prefill(loaded, ids)
-    return captured[0]
 
 
 def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Namespace) -> LayerConfig:
@@ -135,21 +122,7 @@ def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig | None) -> tuple
     """Seconds of a prefill, and the layers' mean density; no config is `flash`."""
     run = Variant("", "", () if config is None else repeat_config(config, loaded.geometry.layers))
     with flash(loaded) if config is None else run_as(loaded.model, run):
-        wait(loaded.weights.device)
-        began = time.perf_counter()
-        prefill(loaded, ids)
-        wait(loaded.weights.device)
-        return time.perf_counter() - began, collect_run_stats(run)["density"]
-
-
-def prefill(loaded: LoadedModel, ids: Tensor) -> None:
-    """A prefill of ids [L], up to the logits of the last token."""
-    loaded.model(input_ids=ids[None].to(loaded.weights.device), use_cache=False, logits_to_keep=1)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return time_prefill(loaded.model, ids, use_cache=False), collect_run_stats(run)["density"]
 
 
 def print_table(entry: PrefillEntry) -> None:

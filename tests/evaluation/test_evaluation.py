@@ -8,18 +8,14 @@ import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from calibrate.evaluation import plan, report, score
-from calibrate.evaluation.plan import TEXT, EvaluationPlan, normalise_setting, parse_setting
+from calibrate.evaluation.plan import TASKS, EvaluationPlan, normalise_setting, parse_setting
 from calibrate.evaluation.results import open_journal, summarise
 from calibrate.evaluation.run import (
     BASELINE,
@@ -47,7 +43,7 @@ from support.pages import ROOT
 SLOW = pytest.mark.slow(reason="evaluates a model on all tasks")
 
 EXACT, COARSE = "tau=0,segment=64", "tau=1000,segment=64"
-NAMES = "dense", COARSE
+NAMES = "dense", EXACT, COARSE
 
 
 @pytest.fixture(scope="module")
@@ -79,56 +75,20 @@ def rows(results, kind, variant):
 @SLOW
 def test_a_setting_that_never_stops_is_dense_and_a_coarse_one_is_not(demo, tmp_path_factory):
     def plan(folder):
-        tasks = ("needles", "questions", "perplexity", "agreement")
+        tasks = ("needles", "questions", "agreement")
         return EvaluationPlan("demo", folder, (576, 640), tasks, settings=(EXACT, COARSE), samples=1, needles=8)
 
-    whole = plan(shared(tmp_path_factory, "demo-evaluated", lambda folder: run(plan(folder), demo)))
-    results, answers = run(whole, demo), {}
-    for task, key, value in entries(whole):
-        if "correct" in value:
-            answers.setdefault(key.pop("variant"), {})[(task, *key.values())] = value["correct"]
+    results = run(plan(shared(tmp_path_factory, "demo-evaluated", lambda folder: run(plan(folder), demo))), demo)
+    answers = {name: [row["correct"] for row in rows(results, "prompts", name) if "correct" in row] for name in NAMES}
     assert len(answers["dense"]) == 2 * 2  # lengths x tasks
-    assert answers[EXACT] == answers["dense"]
-    needles = [row for row in rows(results, "retrieval", EXACT) if row["task"] == "needles"]
-    assert [(row["found"], row["kept"], row["dense_found"], row["density"]) for row in needles] == [(8, 8, 8, 1.0)] * 2
+    assert answers[EXACT] == answers["dense"] != answers[COARSE]
+    needles = [row for row in rows(results, "answers", EXACT) if row["task"] == "needles"]
+    assert {(row["score"], row["dense_score"], row["difference"], row["density"]) for row in needles} == {(1, 1, 0, 1)}
     for exact, coarse in zip(rows(results, "agreement", EXACT), rows(results, "agreement", COARSE), strict=True):
         assert (exact["kl"] < 1e-8, exact["top1"]) == (True, 1)  # rounding of float32 log-probabilities, squared
-        assert coarse["kl"] > 5e-3
-        assert max(coarse["top1"] / 0.99, coarse["density"] / 0.9) < 1
-        assert coarse["positions"] == 512
-    lost = [row for row in rows(results, "retrieval", COARSE) if row["dense_can"]]
-    assert sum(row["kept"] for row in lost) < sum(row["dense_found"] for row in lost)
-    for exact in rows(results, "perplexity", EXACT):
-        assert exact["perplexity"] == pytest.approx(exact["dense_perplexity"], rel=1e-5)
-    assert rows(results, "perplexity", COARSE)[1]["perplexity"] > 1.01 * exact["dense_perplexity"]
-
-
-def test_rows_and_the_heat_map_are_what_the_entries_say(tiny, tmp_path):
-    tasks, rng, by_hand = ("needles", "questions"), random.Random(0), {}
-    plan = EvaluationPlan("tiny", tmp_path, (512, 640), tasks, settings=(COARSE,), samples=5, needles=2).validate()
-    compared = list_variants(plan, tiny)
-    with open_journal(plan, tiny) as journal:
-        for case, variant in product(list_cases(plan, ()), compared):
-            asked, correct = rng.sample((0, 1), 2), [rng.random() < 0.5, rng.random() < 0.7]
-            value = {"correct": correct, "asked": asked, "log_likelihood": [-1.0] * 2, "density": 1.0, "dense": {}}
-            journal.put(case.tasks[0], case.key(variant.identity), value)
-            by_hand.setdefault((case.tasks[0], case.length, variant.name), []).append((asked, correct))
-        results = summarise(Evaluation(plan, tiny, compared, (), journal))
-    for heat in results["heat"]:
-        answers = [by_hand["needles", length, heat["variant"]] for length in (512, 640)]
-        shares = [[sum(correct[asked.index(part)] for asked, correct in at) / 5 for at in answers] for part in (0, 1)]
-        assert heat["accuracy"] == shares
-    assert report.draw_pictures(results).keys() == {"needles"}
-    kept = {(row["task"], row["length"]): row["kept"] for row in rows(results, "retrieval", COARSE)}
-    for length, pooled in zip((512, 640), results["quality"], strict=True):
-        pairs = []
-        for task in tasks:
-            answers = ([right for _, correct in by_hand[task, length, name] for right in correct] for name in NAMES)
-            pairs += (of_task := list(zip(*answers, strict=True)))
-            assert kept[task, length] == of_task.count((True, True))
-        assert (pooled["length"], pooled["variant"], pooled["asked"]) == (length, COARSE, 20)
-        assert (pooled["lost"], pooled["gained"]) == (pairs.count((True, False)), pairs.count((False, True)))
-        assert pooled["difference"] == pytest.approx(sum(after - before for before, after in pairs) / 20)
+        assert coarse["worst_kl"] > coarse["kl"] > 5e-4
+        assert max(coarse["top1"], coarse["density"]) < 1
+    assert sum(row["difference"] for row in rows(results, "quality", COARSE)) < 0
 
 
 def log_probs(model, ids):
@@ -138,7 +98,10 @@ def log_probs(model, ids):
 
 
 def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
-    ids, positions = torch.randint(3, 99, (700,)), torch.arange(5, 700, 3)
+    """At equally many positions of each eighth, all of a short prompt."""
+    ids, positions = torch.randint(3, 99, (700,)), score.sample_positions(700, random.Random(0))
+    assert torch.bincount(positions.unique() * 8 // 700).tolist() == [64] * 8
+    assert score.sample_positions(101, random.Random(0)).tolist() == [*range(101)]
     compared = list_variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
     dense = torch.cat(list(score.ForwardPass(tiny, ids).log_probs(positions)))
     p = log_probs(tiny.model, ids)[positions]
@@ -152,15 +115,7 @@ def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
         assert value[name] == pytest.approx(by_part.tolist(), rel=1e-4, abs=1e-5)
 
 
-@given(st.integers(1, 3000), st.integers(0, 99))
-def test_positions_are_equally_many_of_each_part(length, seed):
-    positions = score.sample_positions(length, random.Random(seed))
-    available = torch.bincount(torch.arange(length) * 8 // length, minlength=8)
-    assert len(positions.unique()) == len(positions)
-    assert torch.equal(torch.bincount(positions * 8 // length, minlength=8), available.clamp(max=64))
-
-
-def test_answers_and_perplexity_are_those_of_the_predictions(demo):
+def test_answers_are_those_of_the_predictions(demo):
     """An answer is right only if every token is the most likely one."""
     ids = torch.randint(0, 4096, (120,))
     for position in range(100, 105):  # the model's own choice, greedily
@@ -170,28 +125,22 @@ def test_answers_and_perplexity_are_those_of_the_predictions(demo):
     value = score.score_answers(forward, Prompt(ids, spans))
     assert value["correct"] == [True, False, True]
     expected = [sum(float(likely[position - 1, ids[position]]) for position in range(*span)) for span in spans]
-    assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
-    nll = float(F.nll_loss(likely[:-1], ids[1:], reduction="sum"))
-    assert score.sum_negative_log_likelihood(forward) == {"nll": pytest.approx(nll, rel=1e-5), "tokens": 119}
+    assert value["log_likelihood"] == pytest.approx(sum(expected), rel=1e-5)
+    assert (value["score"], value["answer_tokens"]) == (pytest.approx(2 / 3), 12)
 
 
-@pytest.mark.parametrize(
-    ("text", "dense_layers"),
-    [
-        ("pbs:keep=1,segment=128,block=64", 0),
-        ("pbs:keep=0.3,segment=128,block=64", 0),
-        ("flash-prefill-v2:alpha=1,block=64,first=0,window=0,last=0,dense_layers=1", 1),
-    ],
-)
-def test_a_baseline_computes_every_layer_that_it_does_not_leave_dense(tiny, tmp_path, text, dense_layers):
+V2 = "flash-prefill-v2:alpha=1,block=64,first=0,window=0,last=0,dense_layers=1"
+
+
+@pytest.mark.parametrize("text", ["pbs:keep=1,segment=128,block=64", "pbs:keep=0.3,segment=128,block=64", V2])
+def test_a_baseline_computes_every_layer_that_it_does_not_leave_dense(tiny, tmp_path, text):
     dense, baseline = list_variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)
-    assert baseline.name == text
     ids, hidden = torch.randint(3, 99, (700,)), {}
     for variant in (dense, baseline):
         with run_as(tiny.model, variant):
             hidden[variant.name] = score.ForwardPass(tiny, ids).hidden
     layers = list(baseline.last.values())
-    assert [stats is None for stats in layers] == [layer < dense_layers for layer in range(tiny.geometry.layers)]
+    assert [stats is None for stats in layers] == [text == V2 and layer < 1 for layer in range(tiny.geometry.layers)]
     densities = [1.0 if stats is None else float(stats.density.mean()) for stats in layers]
     assert collect_run_stats(baseline)["density"] == pytest.approx(sum(densities) / len(layers))
     exact = "keep=1," in text
@@ -202,28 +151,28 @@ def test_a_baseline_computes_every_layer_that_it_does_not_leave_dense(tiny, tmp_
         assert torch.equal(score.ForwardPass(tiny, ids).hidden, hidden["dense"])
 
 
+def run_baseline(text, tokens, head_dim, **options):
+    """One tensor [1, 2, L, D] as q, k and v of a module's prefill, and what a baseline makes of it, of that shape."""
+    module, q, mask = torch.nn.Module(), torch.randn(1, 2, tokens, head_dim), hf.prefill_mask(1, 0)
+    module.layer_idx = 0
+    setattr(module, BASELINE, Variant("pbs", "pbs", baseline=parse(text)))
+    setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
+    return q, _run_baseline(module, q, q, q, mask, **options)[0].transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "options", "obstacle"),
     [(64, {"softcap": 2.0}, "scores that are soft-capped at 2"), (192, {}, "a head_dim of 192, over 128")],
 )
 def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
-    variant, module = Variant("pbs", "pbs", baseline=parse("pbs")), torch.nn.Module()
-    module.layer_idx = 0
-    setattr(module, BASELINE, variant)
-    q, mask = torch.randn(1, 2, 300, head_dim), hf.prefill_mask(1, 0)
-    setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
     with pytest.raises(InputError, match=f"pbs cannot compute {obstacle}: leave this setting out"):
-        _run_baseline(module, q, q, q, mask, **options)
+        run_baseline("pbs", 300, head_dim, **options)
 
 
 def test_the_last_rows_of_a_baseline_are_exact():
     """As many as S2O computes densely by default, one in 32; the rows before them are the baseline's."""
-    module = torch.nn.Module()
-    module.layer_idx = 0
-    setattr(module, BASELINE, Variant("pbs", "pbs", baseline=parse("pbs:keep=0.2,segment=64,block=64")))
-    q, mask = torch.randn(1, 2, 640, 64), hf.prefill_mask(1, 0)
-    setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
-    errors = (_run_baseline(module, q, q, q, mask)[0].transpose(1, 2) - dense_attention(q, q, q)).abs().amax((0, 1, 3))
+    q, out = run_baseline("pbs:keep=0.2,segment=64,block=64", 640, 64)
+    errors = (out - dense_attention(q, q, q)).abs().amax((0, 1, 3))
     assert errors[-20:].max() < 1e-5 < errors[-64:-20].min()
 
 
@@ -247,7 +196,7 @@ def test_predictions_that_are_not_finite_are_named(tiny):
     forward = score.ForwardPass(tiny, torch.randint(3, 99, (100,)))
     forward.hidden[50] = torch.nan
     with pytest.raises(ModelError, match="a prompt of 100 tokens hold inf or NaN, expected finite numbers"):
-        score.sum_negative_log_likelihood(forward)
+        list(forward.log_probs(torch.arange(100)))
 
 
 def read_answers(text):
@@ -264,16 +213,13 @@ def read_answers(text):
 @pytest.mark.parametrize("task", ["needles", "questions"])
 def test_every_question_is_answered_by_the_text(demo, tmp_path, task):
     plan = EvaluationPlan("demo", tmp_path, (1024,), (task,), samples=2, needles=8).validate()
-    prompt, asked = build(list_cases(plan, ())[1], plan, demo.tokenizer, ())
-    assert (len(prompt.ids), sorted(asked)) == (1024, list(range(8)))
+    prompt = build(list_cases(plan, ())[1], plan, demo.tokenizer, ())
+    assert (len(prompt.ids), len(prompt.answers)) == (1024, 8)
     text, end = re.split(r"(?=\n# (?:What is|In which|Who is))", demo.tokenizer.decode(prompt.ids), maxsplit=1)
     answers = [demo.tokenizer.decode(prompt.ids[first:end]).strip() for first, end in prompt.answers]
     assert answers == [read_answers(text)[question] for question in re.findall(r"\n# ([^?\n]+\?)", end)]
     assert all(f" {own}.\n" in end for own in answers)
     assert len(set(answers)) > 1
-    if task == "needles":  # numbers follow the text
-        numbered = [own for _, own in sorted(zip(asked, answers, strict=True))]
-        assert numbered == [*read_answers(text).values()]
 
 
 def test_a_users_prompt_is_read_as_it_is_served(tmp_path):
@@ -296,38 +242,31 @@ def test_a_users_prompt_is_read_as_it_is_served(tmp_path):
 
 
 def test_the_shortest_length_is_checked_for_every_task(demo, tmp_path):
-    plan = EvaluationPlan("demo", tmp_path, (256,), ("needles", "perplexity"), needles=9).validate()
+    plan = EvaluationPlan("demo", tmp_path, (256,), ("needles", "agreement"), needles=9).validate()
     with pytest.raises(InputError, match=r"length 256 .* 'needles': use (\d+) tokens") as refused:
         check_lengths(plan, demo.tokenizer)
     enough = replace(plan, lengths=(int(re.search(r"use (\d+) tokens", str(refused.value))[1]),))
     check_lengths(enough, demo.tokenizer)
     for case in list_cases(enough, ()):
-        prompt, _ = build(case, enough, demo.tokenizer, ())
-        text = demo.tokenizer.decode(prompt.ids)
-        assert len(prompt.ids) == case.length
-        stated = re.findall(r"# The secret code for \w+ is \d{5}\.\n", text)
-        assert len(stated) == (9 if case.tasks == ("needles",) else 0)
-
-
-class KilledError(BaseException):
-    """The end of a process: nothing catches it."""
+        assert len(build(case, enough, demo.tokenizer, ()).ids) == case.length
 
 
 def die(*arguments):
-    raise KilledError
+    """End a process: nothing catches this."""
+    raise KeyboardInterrupt
 
 
 @SLOW
 def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
     def plan(name):
         options = {"settings": (COARSE,), "samples": 2, "needles": 2, "repeats": 1}
-        return EvaluationPlan("tiny", tmp_path / name, (512, 600), ("needles", "questions", *TEXT, "time"), **options)
+        return EvaluationPlan("tiny", tmp_path / name, (512, 600), TASKS, **options)
 
     whole, killed, put = run(plan("whole"), tiny), plan("killed"), Journal.put
     for survived in (0, 3, 11):  # results are stored, and then the process dies
         puts = iter([put] * survived)
         monkeypatch.setattr(Journal, "put", lambda *given, puts=puts: next(puts, die)(*given))
-        with pytest.raises(KilledError):
+        with pytest.raises(KeyboardInterrupt):
             run(killed, tiny)
     monkeypatch.setattr(Journal, "put", put)
     before = entries(killed)
@@ -335,19 +274,18 @@ def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
     assert entries(killed)[: len(before)] == before
     assert len(before) == 0 + 3 + 11
     assert json.dumps(run(killed, tiny)) == json.dumps(resumed)  # times too: nothing is measured again
-    times = [outcome.pop("time") for outcome in (whole, resumed)]
     for outcome in (whole, resumed):
+        assert len(outcome.pop("time")) == 2 * 2  # lengths x variants
         assert all(row.pop("speedup") > 0 for row in outcome["quality"])
         outcome["prompts"] = [row for row in outcome["prompts"] if row["task"] != "time"]
     assert json.dumps(whole) == json.dumps(resumed).replace("/killed", "/whole")
-    assert [sorted(row) for row in times[0]] == [sorted(row) for row in times[1]]
 
 
 def test_results_of_other_inputs_are_refused_by_name(tiny, tmp_path):
     plan = EvaluationPlan("tiny", tmp_path, (400,), ("needles",), samples=1, needles=1)
-    run(plan, tiny)
+    open_journal(plan, tiny).close()
     with pytest.raises(InputError, match="was made with seed 0, this run has 1: give another --out-dir, or delete it"):
-        run(replace(plan, seed=1), tiny)
+        open_journal(replace(plan, seed=1), tiny)
 
 
 @SLOW
@@ -366,18 +304,17 @@ def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
     reason = "shorter than the shortest calibrated length, 400"
     assert rows(results, "time", "coarse")[0]["dense"] == {reason: 2}
     assert f"coarse at 300 tokens: 2 layers ran dense ({reason})" in report.list_notes(results)
-    assert tiny.model.config._attn_implementation == "sdpa"
     save_profile(make_profile(tiny.model, 5.0, min_length=300), files[1])  # another profile under the same name
     assert rows(run(plan, tiny), "agreement", "coarse")[0]["kl"] > 1e-6
 
 
 def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
     def profile(**changes):
-        lengths = {8: [(1.0, 3.0), (1.0, 1.0)], 16: [(1.0, 3.0), (None, None)]}
-        predicted = [
-            {"length": length, "layers": [{"seconds": own, "dense_seconds": dense} for own, dense in layers]}
-            for length, layers in lengths.items()
-        ]
+        times = {8: [(1.0, 3.0), (1.0, 1.0)], 16: [(1.0, 3.0), (None, None)]}
+        layers = {
+            at: [dict(zip(("seconds", "dense_seconds"), pair, strict=True)) for pair in times[at]] for at in times
+        }
+        predicted = [{"length": length, "layers": of_length} for length, of_length in layers.items()]
         return SimpleNamespace(record={"predicted": predicted, **changes})
 
     variant = Variant("p", "p", profile=profile(budget={"kind": "rel_mse", "value": 3e-3}))
@@ -393,25 +330,19 @@ def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
     [
         ("tau=much", "setting 'tau=much': tau is 'much': expected a number, such as tau=0.3"),
         ("tau=0.1,segmnt=64", "has 'segmnt=64', expected tau=.., segment=.."),
-        ("tau=0.1,tail=yes", "tail 'yes' is not known: use one of"),
         ("segment=64", "setting 'segment=64' has no tau"),
         ("tau=1,tau=2", "gives tau twice"),
         ("tau=1,segment=100", "segment 100 is not a multiple of 64: round it"),
-        ("tau=-1", "tau -1.0 is out of range"),
-        ("tau=1,stop_rule=last", "stop_rule 'last' is not known: use one of rest, paper"),
-        ("tau=1,representatives=4", "representatives 4 is not supported: use one of (1, 16)"),
     ],
 )
 def test_a_bad_setting_names_the_part(text, message):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         parse_setting(text)
-    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("tau=0.3,segment=1024,representatives=16,tail=mean", "tau=0.3,segment=1024,representatives=16,tail=mean"),
         (" tail=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,tail=mean"),
         ("segment=64,stop_rule=raw,tau=0", "tau=0,segment=64,stop_rule=paper"),
     ],

@@ -4,67 +4,42 @@ import json
 from datetime import datetime, timedelta, timezone
 
 import pytest
-import torch
 
 from calibrate.commands.evaluate import main
 from calibrate.machine import MARK
-from calibrate.model.models import load
 from support.pages import ROOT
 from support.processes import called, refusal
 
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
 
-SMALL = ["--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
-TASKS = ["--tasks", "needles,questions,perplexity,agreement,time"]
 COARSE = "tau=1000,segment=64"
-MINE = ("2 + 2 = ", "4"), ("x" * 200, "yes")
 
 
 def run(*arguments, cwd):
     return called(main, *arguments, cwd=cwd)
 
 
-@pytest.fixture(scope="module")
-def evaluated(tiny_folder, tmp_path_factory):
-    """One whole evaluation with prompts of the user's."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    records = [{"prompt": prompt, "answer": answer} for prompt, answer in MINE]
-    (folder / "mine.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    arguments = ["--model", tiny_folder, "--lengths", "640,512", "--setting", COARSE, "--prompts", "mine.jsonl"]
-    return folder, run(*arguments, *TASKS, *SMALL, "--out-dir", "out", "--json", cwd=folder)
-
-
 @SLOW
-def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
-    folder, outcome = evaluated
+def test_a_run_leaves_results_summary_and_report(tiny_folder, tmp_path):
+    """With prompts of the user's beside the built-in ones."""
+    mine = ({"prompt": prompt, "answer": answer} for prompt, answer in (("2 + 2 = ", "4"), ("x" * 200, "yes")))
+    (tmp_path / "mine.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in mine))
+    arguments = ["--model", tiny_folder, "--lengths", "640,512", "--setting", COARSE, "--prompts", "mine.jsonl"]
+    arguments += ["--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
+    outcome = run(*arguments, "--out-dir", "out", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     printed = json.loads(outcome.stdout)
-    names = ["agreement.png", "needles.png", "report.md", "results.sqlite", "summary.json", "time.png"]
-    assert sorted(path.name for path in (folder / "out").iterdir()) == names
-    assert json.loads((folder / "out" / "summary.json").read_text()) == {"origin": MARK} | printed
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.md", "results.sqlite", "summary.json"]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == {"origin": MARK} | printed
     assert abs(datetime.fromisoformat(printed["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
     assert printed["plan"]["lengths"] == [512, 640]
-    assert printed["plan"]["tasks"] == ["needles", "questions", "perplexity", "agreement", "time", "prompts"]
-    page = (folder / "out" / "report.md").read_text()
-    for piece in ("# Evaluation of", "\ns2o-eval --model", "| questions | 640 |", "](needles.png)", "dense cannot"):
+    assert printed["plan"]["tasks"] == ["needles", "questions", "agreement", "time", "prompts"]
+    mine = [row for row in printed["answers"] if row["task"] == "prompts"]
+    assert [(row["variant"], row["prompts"], row["length"]) for row in mine] == [("dense", 2, 203), (COARSE, 2, 203)]
+    page = (tmp_path / "out" / "report.md").read_text()
+    for piece in ("# Evaluation of", "\ns2o-eval --model", "| questions | 640 |", "| worst eighth |"):
         assert piece in page, piece
     assert "evaluating" in outcome.stderr
-
-
-@SLOW
-def test_the_users_prompts_are_scored_as_by_hand(evaluated, tiny_folder):
-    row = next(row for row in json.loads(evaluated[1].stdout)["retrieval"] if row["task"] == "prompts")
-    loaded = load(str(tiny_folder), "cpu", resident=True)
-    correct, likelihood = [], []
-    for before, answer in MINE:
-        ids = torch.tensor(loaded.tokenizer(before + answer, add_special_tokens=False).input_ids)
-        with torch.no_grad():
-            log_probs = loaded.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-        positions = torch.arange(len(ids) - len(answer), len(ids))
-        correct.append(bool((log_probs[positions - 1].argmax(-1) == ids[positions]).all()))
-        likelihood.append(float(log_probs[positions - 1, ids[positions]].sum()))
-    assert (row["variant"], row["asked"], row["found"], row["length"]) == ("dense", 2, sum(correct), 203)
-    assert row["log_likelihood"] == pytest.approx(sum(likelihood) / 2, rel=1e-5)
 
 
 @pytest.mark.usefixtures("offline")
@@ -79,10 +54,7 @@ def test_a_dry_run_prints_the_plan_writes_nothing_and_needs_no_hub(tmp_path):
     plan = json.loads(outcome.stdout)
     assert (plan["lengths"], plan["variants"]) == ([1024, 2048], ["dense", COARSE])
     assert plan["prompts"] == f"{2 * (3 * 4 + 1)} for each of 2 variants"
-    assert (
-        "tasks                 needles; questions; perplexity"
-        in run(*arguments("demo"), "--dry-run", cwd=tmp_path).stdout
-    )
+    assert "needles; questions; agreement" in run(*arguments("demo"), "--dry-run", cwd=tmp_path).stdout
     outcome = run(*arguments("qwen2.5-7b"), "--dry-run", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
@@ -102,14 +74,12 @@ def test_a_profile_of_other_sizes_is_refused_before_anything_is_measured(dry, tm
 BAD_INPUT = [
     ("--model", "demoo", "model 'demoo' is not known: did you mean demo"),
     ("--tasks", "prompts", "the task 'prompts' and --prompts FILE.jsonl belong together"),
-    ("--lengths", "64", "length 64 is too short for the task 'needles': use "),
     ("--lengths", "262144", "length 262144 is beyond the model's limit of 131072: use a shorter one"),
     ("--profile", "none.safetensors", "profile none.safetensors is not a file: check the path"),
     ("--profile", "bad.jsonl", "bad.jsonl"),
     ("--setting", COARSE.replace("1000", "1e3"), "tau=1000,segment=64 is given twice"),
     ("--prompts", "none.jsonl", "prompt file none.jsonl does not exist: check the path"),
     ("--prompts", "bad.jsonl", 'bad.jsonl:2: expected an object with "prompt" (or chat "messages") and "answer"'),
-    ("--prompts", "empty.jsonl", "prompt file empty.jsonl holds no prompts: expected an object with"),
     ("--out-dir", "bad.jsonl", "--out-dir bad.jsonl is a file: give a folder"),
     ("--out-dir", ".", "--out-dir report.md exists and was not written by S2O, so it is not replaced"),
     ("--out-dir", "/proc/eval", "--out-dir /proc/eval/report.md cannot be written"),
@@ -120,7 +90,6 @@ BAD_INPUT = [
 @pytest.mark.parametrize(("name", "value", "message"), BAD_INPUT, ids=lambda value: value[:20])
 def test_bad_input_is_one_sentence_and_exit_code_2(name, value, message, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
-    (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "report.md").write_text("# My notes\n")
     before = sorted(tmp_path.iterdir())
     flags = {"--model": "demo", "--lengths": "512", "--num-needles": "4", "--out-dir": "out", "--device": "cpu"}

@@ -309,7 +309,7 @@ def test_prompts_begin_as_the_tokenizer_begins_every_text(prefix, special, end):
         for document, hidden, isolated in product((text, chat), (False, True), (False, True))
     ]
     prompts += make_held_out_prompts(reader, length, 1, 0)
-    prompts += [build(Case((task,), length, 0), plan, reader, ())[0] for task in ("needles", "perplexity")]
+    prompts += [build(Case(task, length, 0), plan, reader, ()) for task in ("needles", "agreement")]
     starts = [prompt.ids[: len(served) + 1].tolist() for prompt in prompts]
     starts += [ids[: len(served) + 1] for ids in make_prompts_of_one_text(reader, length, 2, rng)[0]]
     assert all(start[:-1] == served and start[-1] not in reader.all_special_ids for start in starts)

@@ -22,7 +22,6 @@ CASES = [
     (first_token, f"--profile {DEMO_PROFILE} --hits 1", "--hits are 1.0: use shares from 0 to below 1"),
     (first_token, f"--profile {DEMO_PROFILE} --rates 0,1", "--rates begin with 0: use numbers above 0"),
     (methods, "--lengths 256 --methods quantum", "setting 'quantum' has 'quantum'"),
-    (methods, "--lengths 256 --evaluation no.json", "'no.json' is not understood: try the summary of s2o-eval"),
     (methods, "--lengths 256 --methods dense --data nothing.safetensors", "nothing.safetensors"),
     (prefill, "--models quantum", "model 'quantum' is not known"),
 ]

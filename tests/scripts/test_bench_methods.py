@@ -153,7 +153,7 @@ def test_a_board_has_the_fastest_measured_setting_of_each_method():
     assert boards.candidates(ROWS, [1e-3, 1e-2]) == [*ROWS[:4], ROWS[5]]
 
 
-def test_answers_are_joined_with_times_by_text_and_digest(capsys):
+def test_answers_are_joined_with_times_by_text_and_digest():
     rows = [("p", -0.01), ("pbs:keep=0.7", 0.0), ("pbs:keep=0.3", -0.02), ("pbs:keep=0.3", 0.0)]
     lengths = (32768, 32768, 32768, 8192)
     evaluation = {
@@ -163,9 +163,6 @@ def test_answers_are_joined_with_times_by_text_and_digest(capsys):
             for (name, difference), length in zip(rows, lengths, strict=True)
         ],
     }
-    entry = MethodsEntry(32768, ROWS)
-    assert boards.at_retrieval(entry, evaluation) == {DENSE: ROWS[0], "pbs": ROWS[2], CALIBRATED: ROWS[5]}
-    boards.print_boards(entry, [1e-3], None, "s2o-eval --model demo")
-    asked = capsys.readouterr().out
-    settings = " ".join(f"--setting {text}" for text in ("pbs:keep=0.9", "pbs:keep=0.3"))
-    assert f"s2o-eval --model demo --lengths 32768 --tasks {','.join(boards.RETRIEVAL)} {settings}" in asked
+    answered = boards.differences(MethodsEntry(32768, ROWS), evaluation)
+    assert answered == {"digest": -0.01, "pbs:keep=0.7": 0.0, "pbs:keep=0.3": -0.02}
+    assert [answered.get(boards.identity_of(row)) for row in ROWS] == [None, None, 0.0, -0.02, None, -0.01, None]

@@ -7,19 +7,25 @@ import pytest
 from calibrate.evaluation.plan import EvaluationPlan
 from calibrate.evaluation.run import list_variants
 from scripts.bench import equal_answers as bench
+from scripts.bench.methods import LADDERS
 from support.pages import DEMO_PROFILE
 from support.processes import called
 
 
-@pytest.mark.parametrize("numbers", [(0.01, 0.1, 1.0), (1.0, 0.1, 0.01)])
-def test_the_number_is_bisected_from_either_end(numbers):
-    def measure(number):
-        return 1e-3 * number**2  # the smaller the number, the more exact
+@pytest.mark.parametrize(("method", "field"), [("pbs", "keep"), ("flash-prefill", "alpha")])
+def test_the_number_is_found_between_the_ends_of_its_ladder(method, field):
+    """Of keep a larger number is more exact, of alpha a smaller one."""
 
-    number, kl = bench.find_setting(measure, numbers, target=1e-5)
-    assert kl == measure(number) == pytest.approx(1e-5, rel=0.03)
-    assert bench.find_setting(measure, numbers, target=1e-9) == (0.01, measure(0.01))
-    assert bench.find_setting(measure, numbers, target=1.0) == (1.0, measure(1.0))
+    def measure(variant):
+        number = getattr(variant.baseline, field)
+        return 1e-3 * (1 - number if field == "keep" else number) ** 2
+
+    setting, kl = bench.find_setting(measure, method, target=1e-5)
+    assert kl == pytest.approx(1e-5, rel=0.03)
+    assert float(setting.partition("=")[2]) == pytest.approx(0.9 if field == "keep" else 0.1, rel=0.03)
+    ends = sorted(LADDERS[method][1], reverse=field == "keep")
+    for target, end in ((1e-12, ends[0]), (1.0, ends[-1])):
+        assert bench.find_setting(measure, method, target)[0] == f"{method}:{field}={end:g}"
 
 
 def test_every_baseline_is_set_to_the_answers_of_the_profile(tmp_path, monkeypatch):
@@ -42,5 +48,5 @@ def test_every_baseline_is_set_to_the_answers_of_the_profile(tmp_path, monkeypat
 
 def test_the_divergence_of_answers_is_that_of_the_prefill_alone(demo, tmp_path):
     plan = EvaluationPlan("demo", tmp_path, (400,), settings=("tau=0,segment=64", "pbs:keep=0.2")).validate()
-    exact, sparse = map(bench.prepare(demo, 400, 1, seed=0), list_variants(plan, demo)[1:])
+    exact, sparse = map(bench.prepare(demo, 400, 1), list_variants(plan, demo)[1:])
     assert exact < 1e-8 < 1e-4 < sparse
