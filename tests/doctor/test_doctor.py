@@ -462,11 +462,6 @@ def test_a_foreign_device_has_no_kernel(capsys, monkeypatch):
     assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
 
 
-def test_ranges_in_words():
-    words = [profile_check.format_ranges(numbers) for numbers in ([], [3], [0, 1, 2, 5], [1, 3, 4])]
-    assert words == ["", "3", "0 to 2, 5", "1, 3 to 4"]
-
-
 def test_transformers_is_needed_for_a_model_only(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(self_test, "run_self_test", lambda device: [])

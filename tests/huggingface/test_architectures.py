@@ -191,22 +191,6 @@ def test_chunked_prefill_and_decode(name, eager, model, cuts, cache):
 
 
 @torch.no_grad()
-def test_prefix_cache(name, eager, model):
-    """Two prompts that begin alike: the common part is prefilled once."""
-    if CASES[name].broken == "a cache":
-        left_out(model)
-    common, prefix = prompt(90), DynamicCache(config=model.config)
-    model(common, past_key_values=prefix)
-    for length in (1, 60):
-        rest = prompt(length)
-        ours = model(rest, past_key_values=copy.deepcopy(prefix)).logits
-        ids, edges = torch.cat([common, rest], 1), [0, 90, 90 + length]
-        theirs = expected_of_pieces(name, eager, ids, edges, DynamicCache(config=eager.config))
-        close(ours, theirs[:, 90:])
-    assert ran_s2o(model) == must_run(name)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     "how",
     [{}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 3}, {"do_sample": True}],
@@ -244,21 +228,6 @@ def test_quantised_cache(name, eager, model):
     close(ours[:, :100], theirs[:, :100])
     assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()  # a rounding that flips is a whole step
     assert ran_s2o(model) == must_run(name)
-
-
-def test_gradients_go_dense(name, eager, model):
-    """S2O has no backward pass: such a call is dense, says so, and its gradients are those of the dense model."""
-    ids = prompt(LENGTH)
-    gradients = []
-    for which in (model, eager):
-        which.zero_grad()
-        which(ids, labels=ids).loss.backward()
-        gradients.append(which.get_input_embeddings().weight.grad.clone())
-        which.zero_grad()
-    close(*gradients)
-    assert not ran_s2o(model)
-    reasons = {"gradients are enabled" if why == RUNS else why for why in CASES[name].reasons if why not in SILENT}
-    assert {row["reason"] for row in explain(model)} == reasons
 
 
 @torch.no_grad()

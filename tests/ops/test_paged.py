@@ -111,19 +111,6 @@ def test_pages_change_nothing(name, page_size, backend, splits, tile, head_dim, 
     forget_plans()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_of_a_cache_are_its_keys(name):
-    batch = batch_of(16, name)
-    pages = pages_of(batch)
-    assert pages.find_rows_obstacle(DTYPE) is None
-    table, shift, apart = pages.table
-    key = torch.cat([torch.arange(length, device=DEVICE) for length in LENGTHS])
-    sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).to(DEVICE)
-    row = table[sequence, key >> shift] * apart + key % 16
-    for rows, expected in zip(pages.rows, (batch.k, batch.v), strict=True):
-        assert torch.equal(rows[row], expected)
-
-
 @INTERPRETED  # as compiled kernels take no float32
 @pytest.mark.parametrize(
     ("change", "config", "said"),
@@ -177,9 +164,3 @@ def test_what_does_not_fit_is_one_sentence(change, said):
     given = {**tensors, **others, **change}
     with pytest.raises(InputError, match=said):
         s2o_attention_paged(*(given.pop(name) for name in tensors), CONFIG, **given)
-
-
-def test_pages_may_not_be_larger_than_a_kernel_was_tried_with():
-    pages_of(batch_of(1024))
-    with pytest.raises(InputError, match="pages have 2048 tokens, more than 1024: use smaller ones"):
-        pages_of(batch_of(2048))
