@@ -159,17 +159,10 @@ def test_prefill(name, eager, model):
     rows = {(row["layer"], row["path"], row["reason"], row["calls"]) for row in explain(model)}
     reasons = [(layer, why) for layer, why in enumerate(CASES[name].reasons) if why not in SILENT]
     assert rows == {(layer, "s2o" if why == RUNS else "dense", why, 1) for layer, why in reasons}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("name", "others"), [(name, case.others) for name, case in CASES.items() if case.others])
-def test_layers_of_other_kinds(name, others, eager, model):
-    """They have no row in the profile, are counted, and stay what they are."""
-    ids = prompt(70)  # more than a window, so that it hides keys
-    close(model(ids).logits, eager(ids).logits)
+    others = CASES[name].others  # which have no row in the profile
     assert explain(model).others == others
-    assert str(explain(model)).endswith(f"layers of other kinds, which stay what they are: {others}")
-    assert geometry(model.config).decoder_layers - geometry(model.config).layers == 1
+    assert str(explain(model)).endswith(f"layers of other kinds, which stay what they are: {others}") == bool(others)
+    assert geometry(model.config).decoder_layers - geometry(model.config).layers == bool(others)
 
 
 @torch.no_grad()

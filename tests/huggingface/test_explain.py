@@ -219,17 +219,9 @@ def compute_gradients(model):
 @pytest.mark.parametrize(
     ("change", "gradients", "words"),
     [
-        (
-            compute_gradients,
-            True,
-            "gradients are enabled for a prompt of 200 keys: call the model under torch.no_grad()",
-        ),
+        (compute_gradients, True, "enabled for a prompt of 200 keys: call the model under torch.no_grad()"),
         # as by continuous batching, which switches to FlashAttention, or to SDPA so that it takes the model
-        (
-            lambda model: model.set_attn_implementation("sdpa"),
-            False,
-            "the patched model has the attention implementation 'sdpa' for a prompt of 200 keys",
-        ),
+        (lambda model: model.set_attn_implementation("sdpa"), False, "implementation 'sdpa' for a prompt of 200 keys"),
     ],
     ids=["gradients", "another implementation"],
 )

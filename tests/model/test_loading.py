@@ -271,12 +271,7 @@ def test_a_model_in_memory_that_will_not_do_is_refused(tmp_path):
     of_images = Mock(spec=["__call__"], side_effect=ValueError("no image"))  # a processor without a tokenizer
     for arguments, options, error, message in (
         ((model,), {}, ModelError, "the tokenizer of LlamaForCausalLM is missing: give it beside the model"),
-        (
-            (model, "demo"),
-            {},
-            ModelError,
-            "the tokenizer of LlamaForCausalLM cannot be used: str is no tokenizer; give",
-        ),
+        ((model, "demo"), {}, ModelError, "LlamaForCausalLM cannot be used: str is no tokenizer; give"),
         ((model, of_images), {}, ModelError, "cannot be used: Mock reads no text; give the model's own"),
         ((model, tokenizer), {"device": "cpu"}, ConfigError, "got a model in memory and device, which it has already"),
         (("demo", tokenizer), {}, ConfigError, "got a tokenizer and a model by name: give the tokenizer's folder"),

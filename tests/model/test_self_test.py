@@ -129,11 +129,7 @@ SEEING_AHEAD.is_causal = False
 @pytest.mark.parametrize(
     ("config", "change", "refusal"),
     [
-        (
-            None,
-            compute_with(lambda part, mask: mask[:1]),
-            r"layer 0 is not plain causal attention \(padded prompt: its",
-        ),
+        (None, compute_with(lambda part, mask: mask[:1]), r"layer 0 is not plain causal attention \(padded prompt"),
         (None, compute_with(slopes), r"layer 1 is not plain causal attention \(whole prompt: its output differs"),
         (None, beyond_the_mask, r"layer 1 is not plain causal attention \(whole prompt: its output"),
         (None, around_the_function, r"layer 1 cannot run S2O \(it does not call transformers' attention function"),

@@ -241,10 +241,7 @@ def test_every_gpu_has_tiles():
     [
         (lambda: block_sparse_tile(128, (7, 5), 64, 64), "head_dim 128 on sm_75 has no block-sparse tile: run it with"),
         (lambda: block_sparse_tile(128, (9, 0), 32, 64), "blocks of 32 x 64 have no block-sparse tile: use multiples"),
-        (
-            lambda: skip_tile(128, (8, 0), 128, 128),
-            "sm_80 has no tile of 128 x 128 for a skip: use 128 x 64 or 64 x 64",
-        ),
+        (lambda: skip_tile(128, (8, 0), 128, 128), "sm_80 has no tile of 128 x 128 for a skip: use 128 x 64 or"),
         (lambda: antidiagonal_tile((7, 5)), "sm_75 has no tile for antidiagonal scores: select with plain torch"),
         (
             lambda: baseline_attention(*inputs(1, 1, 1, 20, 20, 192), PBS(), backend="triton"),
