@@ -159,10 +159,17 @@ def test_prefill(name, eager, model):
     rows = {(row["layer"], row["path"], row["reason"], row["calls"]) for row in explain(model)}
     reasons = [(layer, why) for layer, why in enumerate(CASES[name].reasons) if why not in SILENT]
     assert rows == {(layer, "s2o" if why == RUNS else "dense", why, 1) for layer, why in reasons}
-    others = CASES[name].others  # which have no row in the profile
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "others"), [(name, case.others) for name, case in CASES.items() if case.others])
+def test_layers_of_other_kinds(name, others, eager, model):
+    """They have no row in the profile, are counted, and stay what they are."""
+    ids = prompt(70)  # more than a window, so that it hides keys
+    close(model(ids).logits, eager(ids).logits)
     assert explain(model).others == others
-    assert str(explain(model)).endswith(f"layers of other kinds, which stay what they are: {others}") == bool(others)
-    assert geometry(model.config).decoder_layers - geometry(model.config).layers == bool(others)
+    assert str(explain(model)).endswith(f"layers of other kinds, which stay what they are: {others}")
+    assert geometry(model.config).decoder_layers - geometry(model.config).layers == 1
 
 
 @torch.no_grad()
@@ -180,6 +187,22 @@ def test_chunked_prefill_and_decode(name, eager, model, cuts, cache):
     ids, edges = prompt(LENGTH), [0, *cuts, LENGTH - 1, LENGTH]
     ours = in_pieces(model, ids, edges, new_cache(cache, model.config))
     close(ours, expected_of_pieces(name, eager, ids, edges, new_cache(cache, eager.config)))
+    assert ran_s2o(model) == must_run(name)
+
+
+@torch.no_grad()
+def test_prefix_cache(name, eager, model):
+    """Two prompts that begin alike: the common part is prefilled once."""
+    if CASES[name].broken == "a cache":
+        left_out(model)
+    common, prefix = prompt(90), DynamicCache(config=model.config)
+    model(common, past_key_values=prefix)
+    for length in (1, 60):
+        rest = prompt(length)
+        ours = model(rest, past_key_values=copy.deepcopy(prefix)).logits
+        ids, edges = torch.cat([common, rest], 1), [0, 90, 90 + length]
+        theirs = expected_of_pieces(name, eager, ids, edges, DynamicCache(config=eager.config))
+        close(ours, theirs[:, 90:])
     assert ran_s2o(model) == must_run(name)
 
 
@@ -221,6 +244,21 @@ def test_quantised_cache(name, eager, model):
     close(ours[:, :100], theirs[:, :100])
     assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()  # a rounding that flips is a whole step
     assert ran_s2o(model) == must_run(name)
+
+
+def test_gradients_go_dense(name, eager, model):
+    """S2O has no backward pass: such a call is dense, says so, and its gradients are those of the dense model."""
+    ids = prompt(LENGTH)
+    gradients = []
+    for which in (model, eager):
+        which.zero_grad()
+        which(ids, labels=ids).loss.backward()
+        gradients.append(which.get_input_embeddings().weight.grad.clone())
+        which.zero_grad()
+    close(*gradients)
+    assert not ran_s2o(model)
+    reasons = {"gradients are enabled" if why == RUNS else why for why in CASES[name].reasons if why not in SILENT}
+    assert {row["reason"] for row in explain(model)} == reasons
 
 
 @torch.no_grad()

@@ -152,17 +152,6 @@ def test_what_changes_the_compiled_kernel_goes_through_triton(kernel, change):
     assert len(kernel.direct) == 1
 
 
-def test_wrong_parameters_are_errors(kernel):
-    call(kernel)
-    with pytest.raises(TypeError, match="Kernel got 5 tensors: its first launch had 4"):
-        call(kernel, pair=(X, X, X))
-    with pytest.raises(TypeError, match="the first parameter of Kernel, X, got a group: expected a tensor"):
-        call(Kernel(), x=Pair(X, X))
-    backwards = types.SimpleNamespace(arg_names=["n", "X"], __name__="backwards")
-    with pytest.raises(TypeError, match=r"the parameters of backwards are .*: expected pointers, numbers, then"):
-        launch(backwards, (1, 1, 1), {"n": 1, "X": X}, {})
-
-
 def test_an_untested_triton_launches_every_kernel_itself(kernel, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(triton, "__version__", "99.0.1+cu130")
