@@ -441,7 +441,7 @@ def test_a_profile_and_a_model(run, profile, model, expected, capsys, tmp_path):
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     save_profile(replace(load_profile(DEMO_PROFILE), fingerprint="random-1"), tmp_path / "random.safetensors")
-    answers = replace(load_profile(DEMO_PROFILE), record={"budget": {"kind": "kl", "value": 1e-3, "scope": "model"}})
+    answers = replace(load_profile(DEMO_PROFILE), record={"budget": {"kind": "kl", "value": 1e-3}})
     save_profile(answers, tmp_path / "answers.safetensors")
     flags = [f"--{name}={value}" for name, value in (("profile", profile), ("model", model)) if value]
     code, sections = doctor(capsys, *(flag.format(folder=tmp_path) for flag in flags), run=run)
