@@ -441,7 +441,7 @@ def test_a_profile_and_a_model(run, profile, model, expected, capsys, tmp_path):
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     save_profile(replace(load_profile(DEMO_PROFILE), fingerprint="random-1"), tmp_path / "random.safetensors")
-    answers = replace(load_profile(DEMO_PROFILE), record={"budget": {"kind": "kl", "value": 1e-3, "scope": "model"}})
+    answers = replace(load_profile(DEMO_PROFILE), record={"budget": {"kind": "kl", "value": 1e-3}})
     save_profile(answers, tmp_path / "answers.safetensors")
     flags = [f"--{name}={value}" for name, value in (("profile", profile), ("model", model)) if value]
     code, sections = doctor(capsys, *(flag.format(folder=tmp_path) for flag in flags), run=run)
@@ -460,11 +460,6 @@ def test_a_foreign_device_has_no_kernel(capsys, monkeypatch):
     code, sections = doctor(capsys, "--profile", DEMO_PROFILE)
     assert code == NO_RESOURCE
     assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
-
-
-def test_ranges_in_words():
-    words = [profile_check.format_ranges(numbers) for numbers in ([], [3], [0, 1, 2, 5], [1, 3, 4])]
-    assert words == ["", "3", "0 to 2, 5", "1, 3 to 4"]
 
 
 def test_transformers_is_needed_for_a_model_only(monkeypatch):

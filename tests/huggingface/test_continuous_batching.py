@@ -165,47 +165,6 @@ def batch(cache, queries, keys, **changes):
     return {"cache": cache, "read_index": [None], "write_index": [None], "block_table": None} | edges | changes
 
 
-@pytest.mark.parametrize("of_layer", [False, True], ids=["before-5.24", "from-5.24"])
-def test_requests_are_cut_out_of_the_batch(of_layer):
-    """Each request comes with its own rows and keys; empty requests and rows that fill up the batch get nothing.
-
-    From transformers 5.24 on a layer gets the keys of its type, no cache, and the keys of all requests.
-    """
-    seen, rows = [], torch.arange(6.0)[None, None, :, None].expand(1, 4, 6, 8)
-    keys = torch.arange(9.0)[:, None, None].expand(9, 2, 8)
-    cache = SimpleNamespace(update=lambda *_, **__: (keys, -keys))
-
-    def attention(call, window):
-        tensors = [tensor[0, 0, :, 0].tolist() for tensor in (call.q, call.k, call.v)]
-        seen.append((*tensors, window, call.options))
-        return call.q.transpose(1, 2) + 1
-
-    def run(layer_type, window, arguments):
-        packed = (None, None)
-        if of_layer:
-            packed = (keys.transpose(0, 1)[None], -keys.transpose(0, 1)[None])
-            of_type = arguments["cu_seq_lens_k"][layer_type]
-            arguments = {name: arguments[name] for name in arguments if name != "cache"} | {"cu_seq_lens_k": of_type}
-        module = SimpleNamespace(layer_idx=0, **({} if window is None else {"sliding_window": window}))
-        return forward(module, rows, *packed, None, scaling=0.5, **arguments)[0]
-
-    forward = split_requests(attention)
-    out = run("full_attention", None, batch(cache, [0, 3, 3, 4], [0, 5, 5, 7], softcap=2.0))
-    options = {"scaling": 0.5, "softcap": 2.0}
-    assert seen == [
-        ([0, 1, 2], [0, 1, 2, 3, 4], [0, -1, -2, -3, -4], None, options),
-        ([3], [5, 6], [-5, -6], None, options),
-    ]
-    assert out[0, :, 0, 0].tolist() == [1, 2, 3, 4, 0, 0]
-    # the next batch has edges of its own, and so have layers of another type
-    arguments = batch(cache, [0, 1, 2], [0, 1, 2])
-    arguments["cu_seq_lens_k"]["sliding_attention"] = torch.tensor([0, 2, 4], dtype=torch.int32)
-    for layer_type, window, ends in (("full_attention", None, [0, 1]), ("sliding_attention", 7, [1, 3])):
-        seen.clear()
-        run(layer_type, window, arguments)
-        assert [(keys[-1], given) for _, keys, _, given, _ in seen] == [(end, window) for end in ends]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

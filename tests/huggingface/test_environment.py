@@ -86,7 +86,6 @@ def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, mo
     ("variable", "value", "error", "message"),
     [
         ("S2O_PROFILE", "missing", ProfileError, r"S2O_PROFILE: .*missing cannot be read .*: check the path"),
-        ("S2O_BEYOND", "never", ConfigError, "S2O_BEYOND is 'never': expected one of dense, warn, s2o"),
         ("S2O_DRIFT", "64", ConfigError, "S2O_DRIFT is '64': expected one of "),
         ("S2O_DRIFT", "warn", ProfileError, "S2O_PROFILE: the profile's record names no budget"),
         ("S2O_PROFILE", RANDOM, ProfileError, "calibrated on random weights"),
@@ -128,19 +127,6 @@ def test_patch_comes_before_the_environment(model, profile, taken_over):
     model(ids)
     assert paths(model) == {("s2o", RUNS), ("dense", "shorter than the shortest calibrated length, 180")}
     assert unpatch(model).config._attn_implementation == "sdpa"
-
-
-@torch.no_grad()
-def test_taken_over_the_default_runs_s2o(model, profile, taken_over):
-    """Exactly what a patched model gives, padded or not."""
-    ids, mask = padded_batch()
-    logits = model(ids, attention_mask=mask).logits, model(ids[:1]).logits
-    assert paths(model) == {("s2o", RUNS)}
-    assert run.attached == hf.get_layer_states(model)
-    patch(model, profile)
-    assert torch.equal(logits[0], model(ids, attention_mask=mask).logits)
-    assert torch.equal(logits[1], model(ids[:1]).logits)
-    assert model.config._attn_implementation == "s2o"
 
 
 # models with their type, and what is said of them; the sliding one has no layer that S2O could be for

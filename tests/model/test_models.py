@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -12,10 +11,8 @@ import torch
 
 from calibrate.model.models import DEMO_FOLDER, load, load_config, load_tokenizer
 from calibrate.model.weights import build_skeleton
-from s2o_runtime import patch
-from s2o_runtime.errors import ModelError, ProfileError, ResourceError
+from s2o_runtime.errors import ModelError, ResourceError
 from s2o_runtime.identity import Geometry, geometry
-from support.models import make_profile, new_model
 
 FIVE_OF_SIX = tuple(range(5, 48, 6)), (("sliding_attention", 40),)
 EVERY_OTHER = tuple(range(1, 24, 2)), (("sliding_attention", 12),)
@@ -52,12 +49,6 @@ def test_the_sizes_are_the_published_ones(name, offline):
     assert config.max_position_embeddings == POSITIONS.get(name, 32768 if name.startswith("qwen") else 131072)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert rope["rope_theta"] == THETA.get(name, 1e6 if name.startswith("qwen") else 5e5)
-
-
-def test_a_profile_of_random_weights_is_refused():
-    model = new_model()
-    with pytest.raises(ProfileError, match="was calibrated on random weights, expected ones of a trained model"):
-        patch(model, replace(make_profile(model, 0.0), fingerprint="random-0-0123456789abcdef"))
 
 
 def test_a_folder_without_weights_will_do_for_random_ones(tmp_path, caplog):

@@ -122,6 +122,11 @@ def around_the_function(held, monkeypatch):
     held.model.model.layers[1].self_attn.forward = lambda hidden_states, **named: (hidden_states, None)
 
 
+def infinite_weight(held, monkeypatch):
+    """Of the last layer, which is not taken for another kind of attention."""
+    held.model.model.layers[1].mlp.down_proj.weight.data[3, 5] = math.inf
+
+
 SEEING_AHEAD = LlamaConfig(**SIZES)
 SEEING_AHEAD.is_causal = False
 
@@ -129,34 +134,20 @@ SEEING_AHEAD.is_causal = False
 @pytest.mark.parametrize(
     ("config", "change", "refusal"),
     [
-        (
-            None,
-            compute_with(lambda part, mask: mask[:1]),
-            r"layer 0 is not plain causal attention \(padded prompt: its",
-        ),
+        (None, compute_with(lambda part, mask: mask[:1]), r"layer 0 is not plain causal attention \(padded prompt"),
         (None, compute_with(slopes), r"layer 1 is not plain causal attention \(whole prompt: its output differs"),
         (None, beyond_the_mask, r"layer 1 is not plain causal attention \(whole prompt: its output"),
         (None, around_the_function, r"layer 1 cannot run S2O \(it does not call transformers' attention function"),
+        (None, infinite_weight, "model.layers.1.mlp.down_proj.weight holds inf: check that the model's weights are"),
         (SEEING_AHEAD, None, r"layer 0 cannot run S2O|layer 0 is not plain causal attention"),
         # which knows no KV heads and no head dim of its own
         (CONFIG_MAPPING["gpt_neox"](**SIZES), None, "layer 0 has 4 query heads, 4 KV heads and a head dim of 16, its"),
     ],
-    ids=["unpadded", "slopes", "mask", "function", "causality", "sizes"],
+    ids=["unpadded", "slopes", "mask", "function", "weights", "causality", "sizes"],
 )
 def test_a_model_that_s2o_cannot_serve_is_refused(config, change, refusal, monkeypatch):
     held = loaded(config)
     if change:
         change(held, monkeypatch)
     with pytest.raises(ModelError, match=f"^{refusal}"):
-        run_self_test(held)
-
-
-@pytest.mark.parametrize(("number", "part", "bad"), [(0, "self_attn.k_proj", math.nan), (1, "mlp.down_proj", math.inf)])
-def test_weights_that_are_no_numbers_are_named(number, part, bad):
-    """Not the layer behind them, and not as another kind of attention; also in the last layer."""
-    held = loaded()
-    with torch.no_grad():
-        held.model.get_parameter(f"model.layers.{number}.{part}.weight")[3, 5] = bad
-    name = "NaN" if math.isnan(bad) else "inf"
-    with pytest.raises(ModelError, match=rf"^model.layers.{number}.{part}.weight holds {name}: check that the model's"):
         run_self_test(held)

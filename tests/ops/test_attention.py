@@ -10,7 +10,6 @@ import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.backend import _log_once, find_dense_reason
-from s2o_runtime.attention.torch_op import read_config
 from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense_reason import DenseReason
@@ -56,17 +55,6 @@ def test_auto_on_a_cpu_is_the_reference_and_more_than_its_output_is_three_fields
     assert lse_only.stats is None
     with pytest.raises(InputError, match="pass return_stats=True for its density"):
         _ = lse_only.density
-
-
-def test_the_density_of_packed_sequences_is_of_all_their_pairs():
-    """96 queries, whose second segment visits one chunk, its whole prefix of 64; none; and 30, which are a window."""
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in inputs(q_len=126, kv_len=126))
-    edges = torch.tensor([0, 96, 96, 126], dtype=torch.int32)
-    _, _, stats = s2o_attention_varlen(q, k, v, edges, edges, 96, 96, config(tau=1e6), return_stats=True)
-    computed = 64 * 65 // 2 + 32 * 33 // 2 + 32 * 64 + 30 * 31 // 2
-    assert stats.density.tolist() == pytest.approx([computed / (96 * 97 / 2 + 30 * 31 / 2)] * 2)
-    dense = s2o_attention_varlen(q, k, v, edges, edges, 96, 96, config(), backend="dense", return_stats=True)
-    assert dense.density.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -145,31 +133,22 @@ Q, K, V = inputs()
         ({"kv_start": torch.zeros(3, dtype=torch.int64)}, "kv_start has shape"),
         ({"config": LayerConfig((HeadConfig(tau=-1.0),) * 2)}, "tau -1"),
         ({"softcap": 0.0}, "softcap is 0.0: expected a positive number"),
-        ({"softcap": float("inf")}, "softcap is inf: expected a positive number"),
         ({"sinks": torch.zeros(3)}, r"sinks have shape \(3,\) and type torch.float32: expected .* 2 query heads"),
         ({"sinks": torch.zeros(2, dtype=torch.int64)}, "type torch.int64: expected a floating point number"),
         ({"sinks": torch.zeros(2, device="meta")}, "sinks is a tensor on meta: expected a torch tensor that holds num"),
         ({"q": Q.to(torch.float8_e4m3fn)}, "q is torch.float8_e4m3fn: expected a floating .* of at least 16 bits"),
         ({"q": Q.to("meta"), "k": K.to("meta"), "v": V.to("meta")}, "q is a tensor on meta"),
         ({"q": Q.numpy(), "k": K.numpy(), "v": V.numpy()}, "q is a ndarray: expected a torch"),
-        ({"q": [1.0]}, "q is a list: expected a torch tensor"),
         ({"v": None}, "v is a NoneType: expected a torch tensor"),
-        ({"kv_start": [3]}, "kv_start is a list: expected a torch tensor"),
         ({"kv_start": torch.tensor([-5])}, r"kv_start is \[-5\]: expected numbers of at least 0"),
-        ({"sinks": [0.0, 0.0]}, "sinks is a list: expected a torch tensor"),
         ({"scale": math.inf}, "scale is inf: expected a positive number"),
-        ({"scale": math.nan}, "scale is nan: expected a positive number"),
         ({"scale": "0.1"}, "scale is '0.1' and softcap None: expected numbers or None"),
         ({"softcap": [1.0]}, r"scale is None and softcap \[1.0\]: expected numbers or None"),
         ({"config": None}, "config is a NoneType: expected a LayerConfig"),
-        ({"config": {"tau": 0.1}}, "config is a dict: expected a LayerConfig"),
         ({"is_causal": True}, r"^s2o_attention\(\) has no argument is_causal: help\(s2o_attention\) lists"),
         ({"attn_mask": None, "dropout_p": 0.1}, r"^s2o_attention\(\) has no argument attn_mask, dropout_p"),
         # what the kernel cannot do is refused where it is asked for
-        (
-            dict(zip("qkv", inputs(head_dim=264), strict=True), backend="triton"),
-            "head_dim 264 is not supported by the k",
-        ),
+        (dict(zip("qkv", inputs(head_dim=264), strict=True), backend="triton"), "head_dim 264 is not supported by"),
         ({"q": Q.clone().requires_grad_(), "backend": "triton"}, "no backward pass"),
     ],
 )
@@ -196,7 +175,6 @@ def edges(*values):
     ("change", "message"),
     [
         ({"cu_seqlens_q": edges(0, 600, 512)}, r"cu_seqlens_q is \[0, 600, 512\]: expected to ascend from 0 to 150"),
-        ({"cu_seqlens_q": edges(0, 100, 90)}, "expected to ascend from 0 to 150 by at most 100 at a time"),
         ({"cu_seqlens_k": edges(0, 100, 151)}, r"cu_seqlens_k is \[0, 100, 151\]: expected to ascend from 0 to 150"),
         ({"cu_seqlens_k": edges(-1, 100, 150)}, r"cu_seqlens_k is \[-1, 100, 150\]: expected to ascend from 0 to 150"),
         ({"max_seqlen_q": 70}, "cu_seqlens_q is .* by at most 70 at a time"),
@@ -204,8 +182,6 @@ def edges(*values):
         ({"cu_seqlens_q": [0, 100, 150]}, "cu_seqlens_q is a list: expected a torch tensor"),
         ({"max_seqlen_k": 100.0}, r"the lengths are 100, 100.0: expected whole numbers"),
         ({"kv_start": None}, r"^s2o_attention_varlen\(\) has no argument kv_start"),
-        ({"config": None}, "config is a NoneType"),
-        ({"q": Q.numpy()}, "q is a ndarray"),
     ],
 )
 def test_bad_edges_of_packed_sequences_are_named_where_they_are_read(change, message, backend):
@@ -220,12 +196,10 @@ def test_bad_edges_of_packed_sequences_are_named_where_they_are_read(change, mes
     ("change", "message"),
     [
         ({"device": "cuda:99"}, r"warmup cannot run on cuda:99 \(.*\): give the GPU of the calls"),
-        ({"device": "nonsense"}, r"warmup cannot run on nonsense \(.*\): give the GPU of the calls"),
         ({"device": "meta"}, "q is a tensor on meta"),
         ({"kv_heads": "2"}, "warmup cannot run on cpu"),
         ({"kv_heads": 3}, "2 query heads cannot share 3 KV heads"),
         ({"dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn: expected a floating .* of at least 16 bits"),
-        ({"config": {}}, "config is a dict: expected a LayerConfig"),
         ({"paded": True}, r"warmup\(\) has no argument paded"),
     ],
 )
@@ -250,11 +224,3 @@ def test_a_call_of_nothing_but_last_rows_runs_dense():
     ending = config(1, last_rows=256)
     reasons = [find_dense_reason(ending, CallShape(1, 1, 1, q_len, 4096, 64, 64), (0, 0)) for q_len in (256, 257)]
     assert [reason and DenseReason.from_sentence(reason) for reason in reasons] == [DenseReason.FEW_QUERIES, None]
-
-
-def test_last_rows_are_checked_and_part_of_a_config():
-    ending = config(last_rows=512)
-    assert read_config(ending.as_text()) == ending != replace(ending, last_rows=0)
-    assert ending.as_dense().last_rows == 0
-    with pytest.raises(ConfigError, match=r"last_rows 64 is not supported: use one of \(0, 128, 256, 512\)"):
-        LayerConfig.uniform(2, last_rows=64)

@@ -78,16 +78,6 @@ def test_a_wrong_name_is_an_error_that_names_it(change, message, first, monkeypa
         launch(between, (2, 1, 1), given, CONSTANTS)
 
 
-def test_strides_by_name():
-    q, k = torch.empty(2, 3, 4, 5).transpose(1, 2), torch.empty(1, 2, 3, 4)
-    assert list_strides("bhl", q=q, k=k) == {
-        "stride_qb": 60, "stride_qh": 5, "stride_ql": 20, "stride_kb": 24, "stride_kh": 12, "stride_kl": 4,
-    }  # fmt: skip
-    assert list_strides("bh", e=None) == {"stride_eb": 0, "stride_eh": 0}
-    assert group_strides(q=q, k=k) == {"stride_q": (60, 5, 20), "stride_k": (24, 12, 4)}
-    assert group_strides(q=q)["stride_q"].row == 20
-
-
 class Kernel:
     """Stands for a compiled kernel: `kernel[grid](...)` is Triton's launch, `run` the launcher it found.
 
@@ -160,17 +150,6 @@ def test_what_changes_the_compiled_kernel_goes_through_triton(kernel, change):
     assert not kernel.direct
     call(kernel)
     assert len(kernel.direct) == 1
-
-
-def test_wrong_parameters_are_errors(kernel):
-    call(kernel)
-    with pytest.raises(TypeError, match="Kernel got 5 tensors: its first launch had 4"):
-        call(kernel, pair=(X, X, X))
-    with pytest.raises(TypeError, match="the first parameter of Kernel, X, got a group: expected a tensor"):
-        call(Kernel(), x=Pair(X, X))
-    backwards = types.SimpleNamespace(arg_names=["n", "X"], __name__="backwards")
-    with pytest.raises(TypeError, match=r"the parameters of backwards are .*: expected pointers, numbers, then"):
-        launch(backwards, (1, 1, 1), {"n": 1, "X": X}, {})
 
 
 def test_an_untested_triton_launches_every_kernel_itself(kernel, monkeypatch):

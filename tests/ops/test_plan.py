@@ -375,13 +375,7 @@ def check_sequence(sequence, config, head_dim, replays):
     assert replays == expected_replays
 
 
-FIXED = [
-    ("plain", COUNTS[0]),
-    ("unaligned", COUNTS[0]),
-    ("plain", COUNTS[0]),
-    ("plain", COUNTS[0]),
-    ("unaligned", COUNTS[0]),
-]
+FIXED = [(kind, COUNTS[0]) for kind in ("plain", "unaligned", "plain", "plain", "unaligned")]
 TILES = [(PLAIN, 64), (HOPPER, 128)] if ON_GPU else [(PLAIN, 64)]
 
 

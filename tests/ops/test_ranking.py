@@ -168,16 +168,6 @@ def test_the_order_knows_the_last_keys_however_long_the_prefix_is(steps, monkeyp
         assert weights[ranked[0, 0, 0, :depth].long() // KEY_BLOCK].sum() >= 0.9 * full[:depth].sum()
 
 
-@INTERPRETED
-def test_equal_scores_keep_their_neighbours():
-    q, k, _ = inputs(1, 1, 1, 64, 1488, 64)
-    _, ranked = rank_of(q * 0, k, LayerConfig.uniform(1, segment=64, tile=TILE))
-    for begin in (0, 128, 256):
-        steps = torch.arange(begin, min(begin + 128, 320), dtype=torch.int32)
-        block = ranked[0, 0, 0, begin : begin + len(steps)]
-        assert torch.equal(block.sort().values, steps * KEY_BLOCK)
-
-
 @COMPILED
 def test_the_order_with_ballots_is_the_portable_one():
     """Inline PTX against plain Triton; lengths around a warp's stretch."""

@@ -15,9 +15,9 @@ from s2o_runtime.attention.compute import window_attention
 from s2o_runtime.call import Scoring
 from s2o_runtime.config import LOOKBACKS, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference import dense
-from s2o_runtime.reference.attention import State, order_queries, s2o_attention_reference, with_tail
+from s2o_runtime.reference.attention import State, s2o_attention_reference, with_tail
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
-from s2o_runtime.reference.ranking import log_weights, make_representatives, order_of, rank
+from s2o_runtime.reference.ranking import make_representatives, rank
 from s2o_runtime.sequences import call_shape, measure_density
 from support.naive import naive_attention, naive_s2o
 
@@ -223,24 +223,3 @@ def test_the_first_rows_of_a_segment_see_their_neighbours(monkeypatch):
     for lookback in LOOKBACKS:
         assert first_rows[lookback] < 0.02 * first_rows[0]
         assert first_rows[lookback] < 2 * others[lookback]
-
-
-def test_output_type_follows_q():
-    q, k, v = (torch.randn(1, 1, 90, 16, dtype=torch.float16) for _ in range(3))
-    out, _, _ = s2o_attention_reference(q, k, v, LayerConfig.uniform(1, segment=64, tile=TILE), scale=0.1)
-    assert out.dtype == torch.float16
-    expected = naive_attention(q, k, v, scale=0.1)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3)  # one rounding to fp16 of values below 4
-
-
-def test_algorithm_1_by_hand():
-    q = torch.tensor([[2.0, 0.0], [0.0, 2.0], [4.0, 4.0]])
-    assert make_representatives(q, 3).tolist() == [[2.0, 2.0]]
-    assert make_representatives(q, 2).tolist() == [[1.0, 1.0], [4.0, 4.0]]  # the last part is short
-    assert make_representatives(q, 1, 10, 12).tolist() == [[4.0, 4.0]]  # the first two stand before key 12
-    keys = torch.tensor([[1.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [2.0, 1.0]])
-    representative = torch.tensor([[1.0, 0.5]])
-    assert order_of(log_weights(representative, keys)).tolist() == [3, 1, 0, 2]
-    assert order_of(log_weights(representative, keys, 2), 2).tolist() == [2, 3, 0, 1]  # e^1 + e^1.5 and e^-1 + e^2.5
-    assert order_of(log_weights(representative, keys.flip(0), 2), 2).tolist() == [0, 1, 2, 3]
-    assert order_queries(q, torch.tensor([1.0, 0.0])).tolist() == [2, 0, 1]

@@ -117,15 +117,3 @@ def test_a_window_that_lost_its_attribute_is_recovered(monkeypatch):
     mask = hf.prefill_mask(1, 0, window=WINDOW)
     dropped = hf.s2o_attention_forward(module, q, k, v, mask, scaling=0.2, dropout=1e-7)[0].transpose(1, 2)
     torch.testing.assert_close(dropped, window_attention(q, k, v, WINDOW, Scoring(0.2)), rtol=1e-4, atol=1e-5)
-
-
-def test_short_prompts_and_other_masks_stay_what_they_are():
-    """Chunks are no windows, and a mask that deviates from windows in anything else is transformers' own."""
-    window, chunked = CASES["ministral"].config, CASES["llama4"].config
-    call = {"batch_size": 1, "q_length": 4096, "kv_length": 4096, "q_offset": 0, "mask_function": lambda *index: True}
-    call |= {"local_size": WINDOW, "allow_is_causal_skip": True}
-    assert hf._find_large_window(call | {"config": window}) == WINDOW
-    assert hf._find_large_window(call | {"config": window, "q_length": 1024, "kv_length": 1024}) is None
-    assert hf._find_large_window(call | {"config": window, "allow_is_causal_skip": False}) is None
-    assert hf._find_large_window(call | {"config": window, "local_size": None}) is None
-    assert hf._find_large_window(call | {"config": chunked}) is None

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from s2o_runtime import explain, patch, patched, save_profile
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.errors import ProfileError
 from s2o_runtime.huggingface import run, sdpa
 from s2o_runtime.profile import find
 from s2o_runtime.serving.server import Server
@@ -17,7 +16,7 @@ from s2o_runtime.sglang.engine import read_settings as read_sglang_settings
 from s2o_runtime.vllm.engine import read_settings
 from support.environment import forget, under_s2o_run
 from support.fake_server import context
-from support.models import CONFIGS, close, make_profile, new_model, prompt, twin, used_s2o
+from support.models import close, make_profile, new_model, prompt, twin, used_s2o
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150 << 30)
 ADVICE = "make one with s2o-calibrate --model MODEL, or name a profile's path"
@@ -160,14 +159,6 @@ def test_where_none_fits_the_sentence_says_why_and_what_makes_one(misfit, model)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_folder_that_is_none_is_refused(model, monkeypatch, tmp_path, mine):
-    monkeypatch.setenv("S2O_PROFILES", os.pathsep.join([str(mine), "nowhere"]))
-    with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere, which is no folder"):
-        patch(model)
-    with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere"):
-        Server(read_settings({}), context(model.config, checkpoint=tmp_path))
-
-
 @pytest.fixture
 def started(monkeypatch):
     """A process of s2o-run without a profile."""
@@ -202,15 +193,6 @@ def test_a_model_of_a_program_that_none_fits_stays_dense_and_says_so_once(misfit
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert misfit in line
     assert line.endswith(f"{ADVICE}; it stays dense")
-
-
-@pytest.mark.slow(reason="compiles a model")
-@torch.no_grad()
-def test_a_compiled_model_that_none_fits_stays_one_graph(model, started):
-    ids, memory = prompt(), DynamicCache(config=CONFIGS["llama"])
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, past_key_values=memory).logits
-    close(compiled, model(ids).logits)
 
 
 def test_s2o_run_hands_the_folders_on(monkeypatch, tmp_path, mine):

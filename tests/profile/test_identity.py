@@ -67,12 +67,8 @@ def refusal(model, profile):
     ("config", "field", "value"),
     [
         (Qwen3MoeConfig(**MOE), "num_experts_per_tok", 1),
-        (Qwen3MoeConfig(**MOE), "norm_topk_prob", True),
         (GraniteConfig(**SIZES, attention_multiplier=0.125), "attention_multiplier", 0.03),
-        (GraniteConfig(**SIZES, attention_multiplier=0.125), "residual_multiplier", 0.3),
-        (GraniteConfig(**SIZES), "logits_scaling", 8),
         (Gemma2Config(**SIZES, sliding_window=64), "sliding_window", 16),
-        (Gemma2Config(**SIZES, query_pre_attn_scalar=64), "query_pre_attn_scalar", 1024),
         (Gemma2Config(**SIZES), "final_logit_softcapping", None),
         (LlamaConfig(**SIZES), "rms_norm_eps", 0.5),
         (LlamaConfig(**SIZES), "hidden_act", "relu"),

@@ -250,22 +250,6 @@ def test_the_last_layer_computes_all_rows_where_it_is_not_known_which_are_read(m
     assert engine.counted() == {("s2o", "reference backend"): 172, ("dense", LAST): 128}
 
 
-def test_a_mixed_batch_has_one_sparse_call_of_two_requests(made):
-    """The example to read: a decode, a short tail, a chunk behind a prefix, a long and a short prompt."""
-    engine = made()
-    decoding, tailing, first, second, short = (engine.add(length) for length in (200, 300, 300, 305, 64))
-    engine.outputs([(decoding, 199), (tailing, 280), (first, 150)])
-    parts = [(decoding, 1), (tailing, 20), (first, 150), (second, 305), (short, 64)]
-    check_close(engine.outputs(parts), expect(engine, parts, 0)[0])
-    assert [(part.is_sparse, part.last - part.first) for part in engine.slices()] == [(False, 2), (True, 2), (False, 1)]
-    assert engine.counted() == {
-        ("dense", "decode"): 1,
-        ("dense", f"fewer than {FEWEST} queries behind a prefix"): 20,
-        ("dense", "shorter than the shortest calibrated length"): 64,
-        ("s2o", "reference backend"): 199 + 280 + 150 + 150 + 305,
-    }
-
-
 def test_nothing_is_made_of_a_batch_with_little_work(made, monkeypatch):
     """Unless one request has more work, or a layer waits for its self-test."""
     engine = made()

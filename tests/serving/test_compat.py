@@ -54,11 +54,9 @@ def test_the_fakes_interfaces_are_part_of_the_newest():
     ("known", "part", "change", "obstacle"),
     [
         (VLLM, "forward", lambda names: (*names, "mask"), "forward takes layer, query, .*mask"),
-        (VLLM, "forward", lambda names: names[1:], "forward takes query, key"),
         (VLLM, "init", lambda names: names[::-1], "an implementation is made with sinks"),
         (VLLM, "build", lambda names: names[:2], "build takes common_prefix_len, common_attn_metadata"),
         (VLLM, "common", lambda names: (*names, "tree"), "CommonAttentionMetadata has tree, which S2O does not know"),
-        (VLLM, "common", lambda names: names[1:], "CommonAttentionMetadata has no query_start_loc"),
         (VLLM, "cache_update", lambda writes: True, "forward writes the KV cache"),
         (SGLANG, "forward", lambda names: names[1:], "forward_extend takes k, v"),
         (SGLANG, "write", lambda names: names[::-1], "set_kv_buffer takes "),

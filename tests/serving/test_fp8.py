@@ -45,14 +45,6 @@ def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(of_fp8)
     check_close(out, alone(second, 305, layer.config(305)).out)
 
 
-def test_a_profile_that_was_not_made_for_it_is_dense(of_fp8):
-    engine = of_fp8("auto")
-    request = engine.add(300)
-    engine.outputs([(request, 300)])
-    reason = f"the KV cache is {engine.kv_cache_dtype}, which the profile was not made for"
-    assert engine.server.counters.rows == {(0, "dense", reason): 300}
-
-
 def test_which_caches_and_scales_a_profile_is_for():
     for kind, made_for in (("auto", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"), ("fp8_e4m3", "fp8")):
         assert find_cache_obstacle(kind, made_for) is None

@@ -9,9 +9,8 @@ from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.monitor.counters import EARLY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving import attend as self_test
-from s2o_runtime.serving.attend import FEWEST_ROWS, UNTESTED, exact_config
+from s2o_runtime.serving.attend import FEWEST_ROWS, UNTESTED
 from s2o_runtime.serving.fit import TEST_KEYS, Rank
-from support import vllm_plain
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, check_close, dense, two_layers
@@ -89,26 +88,6 @@ def test_a_layer_whose_output_differs_stays_dense(wrong, heads, untested, monkey
     assert [int(part.split(" (")[0]) for part in reason.split("heads ")[1].split(", expected")[0].split(", ")] == heads
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.message.startswith("S2O: layer 0 is dense: its self-test failed")
-
-
-def test_a_stock_backend_that_does_something_else_is_noticed(untested, monkeypatch):
-    """Here it scales scores otherwise than S2O is told."""
-    engine, stock = untested(), vllm_plain.s2o_attention_varlen
-    twice = lambda *args, scale, **named: stock(*args, scale=2 * scale, **named)  # noqa: E731
-    monkeypatch.setattr(vllm_plain, "s2o_attention_varlen", twice)
-    request = engine.add(300)
-    engine.outputs([(request, 300)])
-    assert "its self-test failed" in engine.server.fit.layers[0].rejected
-
-
-def test_what_never_stops_has_the_heads_segments():
-    profile = two_layers()
-    stopping = LayerConfig((HeadConfig(0.5, 64, tail="mean"),) * 4, profile.layers[0][0].tile)
-    layers = ((stopping, profile.layers[0][1]),) * 2
-    sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers
-    config = exact_config(sparse, profile.lengths)
-    assert {(head.tau, head.segment) for head in config.heads} == {(0.0, 64)}
-    assert exact_config(dense_layer, profile.lengths) is None
 
 
 def of_two_kinds(swapped):

@@ -119,16 +119,6 @@ def test_batches_that_decode_are_not_planned_even_where_all_is_dense():
     assert engine.server.counters.rows == {(0, "dense", "every layer of the profile is dense"): 299}
 
 
-def test_decoder_layers_get_their_own_rows_of_the_profile():
-    """In a model whose layers 1 and 3 alone have full attention."""
-    engine = engine_of(two_layers(layer_numbers=(1, 3)))
-    for number in range(4):
-        engine.feed([(engine.add(300), 300)], layer=number)
-    paths = {layer: path for layer, path, _ in engine.server.counters.rows}
-    assert paths == {0: "dense", 1: "s2o", 2: "dense", 3: "dense"}
-    assert set(engine.server.counters.sampled) == {1}
-
-
 @pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])
 def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
     """Sampled calls are compared with dense attention; with action "dense" the layer runs dense from then on."""

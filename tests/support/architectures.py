@@ -66,12 +66,8 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts"
 _SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA = _SLIDING | {"query_pre_attn_scalar": 32}
 _QWEN_WINDOW = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}
-_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
-_DELTA |= {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
+_DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _SHARED = _EXPERTS | {"shared_expert_intermediate_size": 32}
 _LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
 _LATENT |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}

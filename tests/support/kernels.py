@@ -145,6 +145,7 @@ def agree(ours, expected, block_m, *, error=6e-3, lse_error=4e-3, apart=0.02, ex
     """
     (out, visited, lse), (theirs, their_visited, their_lse) = ours, expected
     same = visited == their_visited
+    assert out.dtype == theirs.dtype
     if (out.dtype == torch.float32) if exact is None else exact:
         assert same.all()
         torch.testing.assert_close(out, theirs, rtol=1e-4, atol=1e-5)

@@ -1,14 +1,13 @@
 """Small models that no checkpoint holds, and profiles for them."""
 
 import copy
-from statistics import fmean
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from calibrate.model.models import LoadedModel
 from calibrate.model.weights import Checkpoint, Weights, build_skeleton, get_model_class
-from s2o_runtime import explain, patched
+from s2o_runtime import explain
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import fingerprint, geometry
@@ -95,21 +94,6 @@ def used_s2o(model):
 
 def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def patched_kl(model, profile, prompts):
-    """The mean KL over prompts of a model that is patched with a profile as users do it, against itself without."""
-
-    def predictions(ids):
-        return model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-
-    kls = []
-    with torch.no_grad():
-        for prompt in prompts:
-            dense = predictions(prompt.ids)
-            with patched(model, profile, strict=True, drift="off"):
-                kls.append(float((dense.exp() * (dense - predictions(prompt.ids))).sum(-1).mean()))
-    return fmean(kls)
 
 
 def build(name):

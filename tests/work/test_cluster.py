@@ -233,17 +233,7 @@ def test_a_scheduler_of_ones_own_with_a_worker_that_joins_late(tiny_folder, undi
     address = f"tcp://127.0.0.1:{port}"
     common = {"stdout": log, "stderr": log, "cwd": tmp_path}
     worker = [sys.executable, "-m", "dask", "worker", address, "--nthreads", "1", "--no-dashboard"]
-    scheduler = [
-        sys.executable,
-        "-m",
-        "dask",
-        "scheduler",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--no-dashboard",
-    ]
+    scheduler = [*worker[:3], "scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
     started = [subprocess.Popen(arguments, **common) for arguments in (scheduler, worker)]
     late = threading.Timer(6.0, lambda: started.append(subprocess.Popen(worker, **common)))
     late.start()
