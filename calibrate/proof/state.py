@@ -30,8 +30,8 @@ ANSWER_METHOD = (
     "times the budget, and retrieval: Clopper-Pearson"
 )
 METHOD = (
-    "means: Student's bounds over groups of text, kinds in equal parts, all within their limits at once; prompts: "
-    "groups of text within one joint limit; looks share the risk; retrieval: Clopper-Pearson"
+    "means: Student's bounds over groups of text, kinds in equal parts, all within their limits at once; looks share "
+    "the risk; retrieval: Clopper-Pearson"
 )
 
 

@@ -29,7 +29,7 @@ from .record import BudgetKind, list_certified, read_budget
 VARIABLE = "S2O_PROFILES"  # folders, separated as in PATH
 WRITTEN = Path("profiles")  # where s2o-calibrate writes by default, in the folder that it runs in
 CATALOGUE = Path(__file__).parents[1] / "catalogue"
-KINDS: tuple[BudgetKind, ...] = ("rel_mse", "mse", "kl")  # of budgets, in the order in which profiles are taken
+KINDS: tuple[BudgetKind, ...] = ("kl", "rel_mse", "mse")  # of budgets, in the order in which profiles are taken
 
 log = logging.getLogger("s2o_runtime")
 

@@ -116,14 +116,6 @@ def raw(name: str) -> Any:
         raise InputError(f"{name} cannot be read ({reason}): measure again") from None
 
 
-def flags(command: str) -> str:
-    """Return what a command of s2o-calibrate asks for that is off by default, as Markdown; empty for nothing."""
-    words = command.split()
-    names = [f"--scores {value}" for name, value in pairwise(words) if name == "--scores"]
-    names += ["--linear-tails"] if "--linear-tails" in words else []
-    return f"`{' '.join(names)}`" if names else ""
-
-
 def three(value: float) -> str:
     """Three significant digits, without an exponent."""
     rounded = float(f"{value:.3g}")

@@ -26,7 +26,7 @@ from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.fields import between, codes, make_table, options, record
 from scripts.docs.methods_plot import PICTURE, draw_speed, svg
-from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, flags, raw, result_file, three
+from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, raw, result_file, three
 
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
 DEMO = "bench-methods-demo-h200.json", "the demo model"
@@ -35,13 +35,13 @@ ANSWERS = (  # s2o-eval on profiles and settings of REAL
     "eval-qwen2.5-coder-1.5b-32768-h100.json",
     "eval-qwen2.5-coder-1.5b-32768-rivals-h100.json",
 )
-CALIBRATIONS = {
+CERTIFIED = {  # of budgets of errors
     "calibrate-qwen2.5-coder-1.5b-h100.json": "Qwen2.5-Coder-1.5B",
     "calibrate-qwen2.5-coder-1.5b-yarn-h200.json": "Qwen2.5-Coder-1.5B (YaRN)",
     "calibrate-smollm2-h200.json": "SmolLM2-135M",
     "calibrate-demo-h200.json": "the demo model",
 }
-CERTIFIED = list(CALIBRATIONS)
+CALIBRATIONS = {"calibrate-qwen2.5-coder-1.5b-kl-h200.json": "Qwen2.5-Coder-1.5B", **dict(list(CERTIFIED.items())[1:])}
 SERVED = {  # time to the first token: the model, its query heads times head_dim, and the weights of a layer
     "first-token-demo-h100.json": ("demo", 8 * 128, 1.05e6),
     "first-token-qwen2.5-coder-1.5b-h100.json": ("Qwen2.5-Coder-1.5B", 12 * 128, 46.8e6),
@@ -105,7 +105,7 @@ def crossovers() -> str:
     for name, model in CALIBRATIONS.items():
         calibration = raw(name)
         prefills = {entry["length"]: _prefill(entry) for entry in calibration["lengths"]}
-        options = flags(calibration["command"]) or "the default flags"
+        options = "--budget-{kind} {value:g}".format(**calibration["budget"]).replace("_", "-")
         rows.append([f"prefill of {model} with {options} (dense layers)", *(prefills.get(n, "-") for n in lengths)])
     shares: dict[str, dict[int, float]] = {}
     for prefill in result_file(PrefillFile, "bench-prefill-h200.json").results:
@@ -157,7 +157,7 @@ def certified() -> str:
             needles, length = entry["retrieval"], entry["length"]
             kls = [f"{entry[key]:.1e}" for key in ("mean_kl", "noise_floor")]
             kept = f"{needles['kept']} of {needles['found']}" if needles else "-"
-            rows.append([CALIBRATIONS[name], str(length), *kls, kept, prefills[length]])
+            rows.append([CERTIFIED[name], str(length), *kls, kept, prefills[length]])
     return make_table(names, rows, "lr")
 
 

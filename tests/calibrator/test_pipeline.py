@@ -175,16 +175,16 @@ def test_by_default_what_is_written_keeps_to_a_budget_of_answers(tiny_folder, tm
     made = Recipe.from_options(
         QUICK | options | {"model": str(tiny_folder), "out": tmp_path / "p.safetensors", "device": "cpu", "trials": 1}
     )
-    assert made.budget == DEFAULT_BUDGET == Budget("kl", 2e-3)
+    assert made.budget == DEFAULT_BUDGET == Budget("kl", 3e-3)
     result = calibrate(made, progress=False)
     assert result.met
     profile = assert_what_was_proven_is_written(made, result)
     assert not any(config.is_dense for config in result.configs.values())
     assert max(result.limits.values()) <= MAX_REL_MSE
     record = read_record(profile)
-    assert (record.budget.kind, record.budget.unit, record.budget.value) == ("kl", "rel_mse", 2e-3)
+    assert (record.budget.kind, record.budget.unit, record.budget.value) == ("kl", "rel_mse", 3e-3)
     (shown,) = record.certificate.lengths
-    assert 1e-6 < shown.answers.mean < shown.answers.bound <= 2e-3
+    assert 1e-6 < shown.answers.mean < shown.answers.bound <= 3e-3
     assert (shown.layers, shown.mean_kl, shown.answers.noise) == (None, None, None)
     loaded = load(str(tiny_folder), "cpu")
     prompts = load_prompts(made, loaded.tokenizer).certify[768]

@@ -20,7 +20,7 @@ from s2o_runtime.profile import save_profile
 from support.models import make_profile, save
 
 ROOT = Path(__file__).parents[2]
-LENGTH = 300
+LENGTH = 600
 TILE = TileConfig(64, 32, 1, 4, 1)
 
 

@@ -98,7 +98,8 @@ def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
         same = [prompt.sha256 for prompt in held_out] == named  # they are sources of Python, and those change
         for layer, expected in zip(proofs[shortest].layers, recorded.layers, strict=True):
             assert layer.error(recipe.budget) <= expected.limit * (1.01 if same else 2)
-            assert layer.density == pytest.approx(expected.density, rel=0.01 if same else 0.2)
+            # it was measured without lookback, up to 128 keys and a tile more of each row
+            assert 0.8 * expected.density <= layer.density <= 1.2 * expected.density + 256 / shortest
         return
     shorter = dataclasses.replace(profile, lengths=tuple(length * AFFORDABLE // shortest for length in profile.lengths))
     ids = torch.randint(3, 256, (1, AFFORDABLE))

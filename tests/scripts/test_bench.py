@@ -24,7 +24,7 @@ TINY += ["--device", "cpu", "--rounds", "2", "--error-rows", "50"]
 def measured(tmp_path_factory):
     """Two lengths with the reference backend."""
     out = tmp_path_factory.mktemp("bench") / "new" / "b.json"
-    assert bench.main([*TINY, "--lengths", "512,256", "--densities", "0.01,0.5,0.7", "--out", str(out)]) == 0
+    assert bench.main([*TINY, "--lengths", "1024,768", "--densities", "0.01,0.6,0.7", "--out", str(out)]) == 0
     return read(AttentionFile, json.loads(out.read_text()))
 
 
@@ -32,9 +32,9 @@ def measured(tmp_path_factory):
 def test_densities_are_reached_and_rates_follow(measured):
     for entry in measured.results:
         rows, dense = [row for row in entry.rows if row.form == bench.S2O], entry.dense.seconds.median
-        assert [row.target for row in rows] == ["never stop", 0.7, 0.5, "lowest"]
+        assert [row.target for row in rows] == ["never stop", 0.7, 0.6, "lowest"]
         assert rows[0].density == 1.0
-        for row in rows[1:3]:  # a stop decision is one chunk of 32 keys for 64 rows; the shortest prompt has 4 tiles
+        for row in rows[1:3]:  # a stop decision is one chunk of 32 keys for 64 rows; the shortest prompt has 12 tiles
             assert row.density == pytest.approx(row.target, rel=0.1)
         assert rows[3].density < rows[2].density
         for row in rows:
@@ -73,10 +73,10 @@ def test_bisection_finds_each_heads_tau():
 @EXHAUSTIVE
 def test_a_model_is_timed_dense_and_at_a_density(tmp_path, capsys):
     out = tmp_path / "p.json"
-    arguments = ["--models", "demo", "--lengths", "512", "--densities", "0.8", "--segment", "128", "--device", "cpu"]
+    arguments = ["--models", "demo", "--lengths", "1024", "--densities", "0.8", "--segment", "128", "--device", "cpu"]
     assert prefill.main([*arguments, "--rounds", "1", "--steps", "3", "--out", str(out)]) == 0
     (entry,) = read(PrefillFile, json.loads(out.read_text())).results
-    assert (entry.model, entry.length) == ("demo", 512)
+    assert (entry.model, entry.length) == ("demo", 1024)
     dense, sparse = entry.rows
     assert (dense.name, dense.density) == ("dense, cuDNN", 1.0)
     assert sparse.name == "S2O, density 0.8"
