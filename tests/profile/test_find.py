@@ -87,11 +87,11 @@ def test_the_catalogue_of_the_package_holds_the_shipped_profiles(monkeypatch):
 def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(profile, model, tmp_path, info_log):
     longer = replace(profile, lengths=(100, 16384))
     in_order = {
+        "mine/k": recorded(profile, "kl", 1e-9),
         "mine/b": recorded(profile, "rel_mse", 1e-3),
         "mine/a": recorded(profile, "rel_mse", 1e-2),
         "mine/y": recorded(longer, "mse", 1e-4),
         "mine/x": recorded(profile, "mse", 1e-4),
-        "mine/k": recorded(profile, "kl", 1e-9),
         "mine/1": recorded(profile, "rel_mse", 1e-6, certified=False),
         "mine/2": replace(profile, record={}),
         "mine/3": replace(profile, record={"budget": {"kind": "mse"}}),
@@ -108,7 +108,7 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
         "tiny (not certified, rel_mse 1e-06)", "tiny (not certified)", "tiny (not certified)"
     ]  # fmt: skip
     patch(model)
-    assert "b.safetensors of tiny (certified, rel_mse 0.001)" in taken(info_log)
+    assert "k.safetensors of tiny (certified, kl 1e-09)" in taken(info_log)
 
 
 def test_a_file_that_is_no_profile_is_left_out_with_a_line(model, profile, mine, info_log):
