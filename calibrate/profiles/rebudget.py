@@ -15,6 +15,7 @@ from calibrate.search.choice import (
     LayerPlan,
     SearchPoint,
     build_plan,
+    warn_of_unspent,
 )
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
@@ -94,6 +95,7 @@ def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Pa
             )
         choice = _apply_budget(curves, config, stored.recipe, after)
         choices.append(replace(choice, last_rows=after.count_last_rows(length)))
+    warn_of_unspent(choices, length)
     return choices
 
 

@@ -173,48 +173,58 @@ def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
 
 
 def build_certificate(length: int, proof: LengthProof, means: MeanCertifier) -> CertifiedLength:
-    """Build the certificate of one length.
+    """Build the certificate of one length; proof: the certify prompts' measurements of layers as they were adjusted."""
+    shares = [
+        [error / limit for error in layer_proof.errors(means.candidate.recipe.budget)]
+        for layer, layer_proof in means.proofs.items()
+        if (limit := means.layers[layer].limit)
+    ]
+    layers = tuple(means.layers[layer] for layer in range(len(proof.layers)))
+    entry = describe_prompts(length, proof.prompts, proof.agreements, shares)
+    return replace(entry, mean_kl=proof.kl, layers=layers)
 
-    proof: the certify prompts' measurements of layers as they were adjusted.
+
+def describe_prompts(
+    length: int,
+    prompts: Sequence[Prompt],
+    agreements: Sequence[PromptAgreement | PromptAnswers],
+    shares: Sequence[Sequence[float]] | None = None,
+) -> CertifiedLength:
+    """Return a certificate that says what the prompts are, which needles they keep, and each kind's KL and error.
+
+    shares: of each layer that is not dense, each prompt's error over the limit; None where layers have no claim.
     """
+    groups, by_domain = TextGroups.from_prompts(prompts), dict[str, list[int]]()
+    for number, prompt in enumerate(prompts):
+        by_domain.setdefault(prompt.domain, []).append(number)
+
+    def find_largest(numbers: Sequence[int]) -> float | None:
+        means = (statistics.fmean(layer[number] for number in numbers) for layer in shares or ())
+        return None if shares is None else max(means, default=0.0)
+
+    domains = tuple(
+        CertifiedDomain(
+            domain=domain,
+            prompts=len(numbers),
+            groups=groups.kinds.count(domain),
+            kl=statistics.fmean(max(agreements[number].kl, 0.0) for number in numbers),
+            error_over_limit=find_largest(numbers),
+        )
+        for domain, numbers in sorted(by_domain.items())
+    )
     return CertifiedLength(
         length=length,
-        prompts=len(proof.prompts),
-        groups=len(TextGroups.from_prompts(proof.prompts)),
-        tokens=len(proof.prompts) * length,
-        mean_kl=proof.kl,
-        retrieval=count_retrieval(proof.prompts, proof.agreements),
-        domains=_summarise_domains(proof, means),
-        layers=tuple(means.layers[layer] for layer in range(len(proof.layers))),
+        prompts=len(prompts),
+        groups=len(groups),
+        tokens=len(prompts) * length,
+        retrieval=count_retrieval(prompts, agreements),
+        domains=domains,
     )
 
 
 def keep_finite(value: float) -> float | None:
     """Return a number as JSON has it: None where it is not finite."""
     return value if math.isfinite(value) else None
-
-
-def _summarise_domains(proof: LengthProof, means: MeanCertifier) -> tuple[CertifiedDomain, ...]:
-    """Summarise each kind of text by itself, in alphabetical order; errors are of layers with their certified share."""
-    by_domain: dict[str, list[int]] = {}
-    for number, prompt in enumerate(proof.prompts):
-        by_domain.setdefault(prompt.domain, []).append(number)
-    # of each layer that is not dense, each prompt's error over the limit
-    shares = [
-        [error / limit for error in layer_proof.errors(means.candidate.recipe.budget)]
-        for layer, layer_proof in means.proofs.items()
-        if (limit := means.layers[layer].limit)
-    ]
-    return tuple(
-        CertifiedDomain(
-            domain=domain,
-            prompts=len(numbers),
-            groups=len(TextGroups.from_prompts([proof.prompts[number] for number in numbers])),
-            kl=statistics.fmean(proof.kls[number] for number in numbers),
-            error_over_limit=max((statistics.fmean(layer[n] for n in numbers) for layer in shares), default=0.0),
-        )
-        for domain, numbers in sorted(by_domain.items())
-    )
 
 
 def count_retrieval(

@@ -28,14 +28,14 @@ from calibrate.proof.certify import (
     HOPELESS,
     TextGroups,
     check_groups,
-    count_retrieval,
+    describe_prompts,
     find_lost_retrieval,
     keep_finite,
 )
 from calibrate.proof.state import Candidate, Problem, ProblemKind
 from calibrate.proof.verify import Prompts, Prover
 from calibrate.proof.weigh import measure_noise, spend_answers
-from calibrate.record import CertifiedAnswers, CertifiedDomain, CertifiedLength
+from calibrate.record import CertifiedAnswers, CertifiedLength
 
 CAP = 10.0  # times the budget: a prompt above it counts with so much in the mean, and by itself
 SKEW = 2  # times as much confidence: KLs of single prompts are skewed (docs/results/coverage-answers.txt)
@@ -85,7 +85,9 @@ def _certify_length(
             first_bound = certified.bound or 0.0
             floor = measure_noise(prover, prompts)
         spent = None if fraction == 1 else fraction
-        entry = replace(describe_prompts(prompts, answers), answers=replace(certified, noise=floor, spent=spent))
+        entry = replace(
+            describe_prompts(length, prompts, answers), answers=replace(certified, noise=floor, spent=spent)
+        )
         log.info("%d tokens at %.0f%% of what layers spend: %s", length, 100 * fraction, certified)
         if find_budget_missed(entry, budget) is None:
             break
@@ -110,29 +112,6 @@ def build_answer_certificate(
         second_turn=statistics.fmean(kl for prompt in answers for kl in prompt.second),
         above=above,
         share_above=1 - bound_share(len(groups), above, 1 - CONFIDENCE),
-    )
-
-
-def describe_prompts(prompts: Sequence[Prompt], answers: Sequence[PromptAnswers]) -> CertifiedLength:
-    """Return a certificate of prompts of one length that says all but what is certified of the answers."""
-    groups, by_domain = TextGroups.from_prompts(prompts), dict[str, list[int]]()
-    for number, prompt in enumerate(prompts):
-        by_domain.setdefault(prompt.domain, []).append(number)
-    return CertifiedLength(
-        length=prompts[0].length,
-        prompts=len(prompts),
-        groups=len(groups),
-        tokens=sum(prompt.length for prompt in prompts),
-        retrieval=count_retrieval(prompts, answers),
-        domains=tuple(
-            CertifiedDomain(
-                domain=domain,
-                prompts=len(numbers),
-                groups=groups.kinds.count(domain),
-                kl=statistics.fmean(answers[number].kl for number in numbers),
-            )
-            for domain, numbers in sorted(by_domain.items())
-        ),
     )
 
 

@@ -6,7 +6,8 @@ and tail then follow from its curves and the budget, exactly (`allocate.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from calibrate.search.allocate import (
 )
 from calibrate.timing import Timing
 from s2o_runtime.config import LOOKBACK, LayerConfig, Tail, TileConfig
+
+log = logging.getLogger("calibrate")
 
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 
@@ -155,3 +158,13 @@ def build_plan(point: SearchPoint, curves: Curves, budget: LayerBudget, last_row
     """Spend a layer's budget at one search point, without timing it. last_rows: as `LayerPlan.last_rows`."""
     point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile), point.lookback)
     return LayerPlan(point, point_curves, budget, Allocation(()), last_rows=last_rows).spending(budget.mse)
+
+
+def warn_of_unspent(plans: Sequence[LayerPlan], length: int) -> None:
+    """Say that layers at a length in tokens cannot spend their budgets, if half of them leave half of it."""
+    held = sum(not plan.config.is_dense and plan.spent < 0.5 * plan.budget.mse for plan in plans)
+    if 2 * held >= len(plans):
+        log.warning(
+            "%d of %d layers at %d tokens spend less than half of their budget: the guard on rows holds them back "
+            "(--worst-rows), or nothing cheaper was measured", held, len(plans), length,
+        )  # fmt: skip

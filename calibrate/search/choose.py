@@ -26,6 +26,7 @@ from calibrate.search.allocate import allocate
 from calibrate.search.choice import (
     LayerBudget,
     LayerPlan,
+    warn_of_unspent,
 )
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import FAILURES, MAX_SLOWDOWN, Timing, describe_failure, time_against_dense
@@ -129,6 +130,7 @@ def choose(
     chosen = {}
     for length in groups:
         choices = [pending[length, layer].result() for layer in range(len(curves[length]))]
+        warn_of_unspent(choices, length)
         limits = [budget.limit for budget in budgets[length]]
         failures = sum((search.failures for search in leaders[length]), Counter[str]())
         trials = tuple(search.trials for search in leaders[length])

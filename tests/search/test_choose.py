@@ -274,3 +274,10 @@ def test_layers_share_a_group_exactly_if_no_budget_tells_them_apart(rows):
 
     assert all(width(group) < MAX_GROUP_WIDTH + 1e-9 for group in groups)
     assert all(width(first + second) >= MAX_GROUP_WIDTH - 1e-9 for first, second in itertools.combinations(groups, 2))
+
+
+def test_a_budget_that_is_held_back_says_so(curves, journal, caplog):
+    run(curves, journal, budget_mse=1e-4, ceiling_rel_mse=None)
+    assert "of their budget" not in caplog.text
+    run(curves, journal, budget_mse=1e3, ceiling_rel_mse=None)
+    assert "4 of 4 layers at 768 tokens spend less than half of their budget" in caplog.text
