@@ -30,7 +30,7 @@ from calibrate.proof.bounds import (
     bound_mean,
     compute_attempt_confidence,
 )
-from calibrate.proof.certify_answers import CAP
+from calibrate.proof.certify_answers import CAP, SKEW
 from calibrate.recipe import Budget, Recipe
 
 Draw = Callable[[Generator, tuple[int, ...]], NDArray[np.float64]]
@@ -103,7 +103,7 @@ def cover_answers(draw: Draw, texts: int, rounds: int, kinds: int = 10, seed: in
     """Return how often the bound of the answers' mean KL holds, with so many texts: at a length, and at all of them."""
     rng, names = np.random.default_rng(seed), [*map(str, range(kinds))] * (texts // kinds)
     means_of_kinds = np.resize(KINDS, kinds) / np.resize(KINDS, kinds).mean()
-    confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, 1)
+    confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, SKEW)
     many, scale = draw(rng, (200_000 // kinds, kinds, 1))[..., 0] * means_of_kinds, 1.0
     for _ in range(20):  # until the mean of what is capped is the budget, 1
         scale /= float(np.minimum(scale * many, CAP).mean())
