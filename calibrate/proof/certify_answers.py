@@ -65,6 +65,7 @@ def certify_answers(prover: Prover, prompts: Prompts, proven: Candidate) -> Cand
         candidate, certificates[length] = _certify_length(prover, length_prompts, candidate)
         problems.append(find_budget_missed(certificates[length], candidate.recipe.budget.value))
         problems.append(find_lost_retrieval(length, certificates[length].retrieval, candidate.recipe))
+    certificates = dict(sorted(certificates.items()))
     return replace(candidate, certificates=certificates, problems=tuple(problem for problem in problems if problem))
 
 
