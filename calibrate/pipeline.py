@@ -164,8 +164,7 @@ def calibrate(
             certified = make_slower_dense(proven, lengths=False)
             if prompts.certify:
                 with clock.time_phase("certifying"):
-                    certify_candidate = certify_answers if holds_answers else certify
-                    certified = certify_candidate(prover, prompts.certify, certified)
+                    certified = (certify_answers if holds_answers else certify)(prover, prompts.certify, certified)
                     proven = remeasure(prover, held_out, proven, certified)
             elif certified is not proven:
                 with clock.time_phase("measuring again"):

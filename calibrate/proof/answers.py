@@ -242,12 +242,15 @@ def follow(loaded: LoadedModel, cache: Any, turns: Sequence[Sequence[int]], rows
 
     As many turns run at once as have caches within `CACHE_BYTES`. The result is float32 [turns, rows, V].
     """
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    at_once, pieces = max(1, CACHE_BYTES // max(held, 1)), []
+    at_once, pieces = 1, []
+    if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):  # one of linear attention lacks it
+        held = sum(kept.nbytes for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None)
+        at_once = max(1, CACHE_BYTES // max(held, 1))
     for first in range(0, len(turns), at_once):
         ids = torch.tensor(turns[first : first + at_once], device=loaded.weights.device)
         copied = copy.deepcopy(cache)
-        copied.batch_repeat_interleave(len(ids))
+        if len(ids) > 1:
+            copied.batch_repeat_interleave(len(ids))
         logits = loaded.model(input_ids=ids, past_key_values=copied, use_cache=True).logits
         pieces.append(logits[:, rows].float().log_softmax(-1))
     return torch.cat(pieces)

@@ -268,11 +268,8 @@ def _check_answers(
 ) -> LengthCheck:
     """Compare what is certified of the answers at one length with those about fresh prompts."""
     (answers,) = measure_answers(prover, prompts, [profile])
-    budget, length, groups = (
-        read_budget(profile.record).value or 0.0,
-        prompts[0].length,
-        TextGroups.from_prompts(prompts),
-    )
+    groups, retrieval = TextGroups.from_prompts(prompts), count_retrieval(prompts, answers)
+    budget, length = read_budget(profile.record).value or 0.0, prompts[0].length
     measured, problems = build_answer_certificate(prompts, answers, budget, CONFIDENCE), []
     values = groups.mean_per_group([min(max(prompt.kl, 0.0), CAP * budget) for prompt in answers])
     if bound_mean_below(values, groups.kinds, CONFIDENCE) > budget:
@@ -294,8 +291,8 @@ def _check_answers(
         above=above,
         chance=chance,
         mean_kl=measured.mean or 0.0,
-        retrieval=count_retrieval(prompts, answers),
-        problems=(*problems, *_compare_retrieval(length, certified, count_retrieval(prompts, answers))),
+        retrieval=retrieval,
+        problems=(*problems, *_compare_retrieval(length, certified, retrieval)),
     )
 
 

@@ -166,8 +166,8 @@ def test_all_layers_spend_more_or_less_until_the_answers_are_where_they_may_be(o
 
 
 def test_what_was_tightened_gets_no_more_when_all_get_less():
-    begun = candidate()
-    tightened = begun.with_share(0, 512, 0.01)
-    less = weigh.spend_answers(tightened, 512, 0.9).chosen[512].choices
-    assert less[0].spent <= tightened.chosen[512].choices[0].spent
-    assert less[1].spent <= begun.chosen[512].choices[1].spent
+    tightened = candidate().with_share(0, 512, 0.01)
+    pairs = zip(
+        tightened.chosen[512].choices, weigh.spend_answers(tightened, 512, 0.9).chosen[512].choices, strict=True
+    )
+    assert all(less.spent <= before.spent for before, less in pairs)

@@ -16,7 +16,7 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1793, 9.8),
+    "calibrate": (1792, 9.8),
     "calibrate/commands": (575, 8.7),
     "calibrate/curves": (643, 12.2),
     "calibrate/evaluation": (934, 10.9),
@@ -46,7 +46,7 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/study": (154, 12.9),
     "tests": (17815, 12.3),
     "tests/support": (1904, 12.2),
-    UNALLOCATED: (0, 0.0),
+    UNALLOCATED: (1, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
