@@ -18,12 +18,13 @@ from calibrate.curves.curves import Curves, Shape, dense_power, select_rankings
 from calibrate.curves.measure import LayersCurves
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import Prompt
+from calibrate.proof.adjust import NO_CHANGE_WITHIN
 from calibrate.proof.answers import measure_answers
 from calibrate.proof.state import Candidate
 from calibrate.proof.verify import Prompts, Prover
 from calibrate.recipe import MAX_REL_MSE, Recipe
 from calibrate.search.allocate import Allocation, ErrorWeights, allocate_together
-from calibrate.search.choice import LayerBudget, make_constraints
+from calibrate.search.choice import LayerBudget, make_constraints, make_default_point
 from s2o_runtime.config import KvCacheDtype, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError
 
@@ -37,7 +38,6 @@ MIN_WEIGHT = 1e-6  # of the mean head's: a head that moves no answer may err as 
 KNEE = 0.1  # of the mean layer's weight: behind it single rows are not guarded, because no answer reads them
 MIN_REL_MSE = 1e-5  # the least limit of a layer
 LIMIT_ROOM = 2.0  # times what a layer is predicted to err: the limit that other text and each eighth are held to
-NO_CHANGE_WITHIN = 1.05  # a scale that is off by no more than this factor stays as it is
 MAX_STEP = 3.0  # times as much, or as little, in one change of the scale
 
 log = logging.getLogger("calibrate")
@@ -125,9 +125,8 @@ def _divide_budget(
     recipe: Recipe,
 ) -> list[LayerBudget]:
     length, budget = prompts[0].length, recipe.budget.value
-    segments = recipe.select_segments(length)
-    segment, lookback = segments[min(1, len(segments) - 1)], recipe.lookbacks[0]
-    rankings = [select_rankings(layer, segment, Shape.from_tile(tile), lookback) for layer in curves]
+    point = make_default_point(recipe, length, tile)
+    rankings = [select_rankings(layer, point.segment, Shape.from_tile(tile), point.lookback) for layer in curves]
     powers = [dense_power(layer) for layer in curves]
     weights = [weigh_heads(heads, len(curves)) for heads in sensitivity]
     costs = [of_layer.layer * power for of_layer, power in zip(weights, powers, strict=True)]  # of a unit of rel_mse
@@ -141,10 +140,9 @@ def _divide_budget(
         return allocate_together(rankings, weights, kl, constraints)
 
     predicted = [share * budget for share in SHARES]
-    last_rows = recipe.count_last_rows(length)
     sources = [
         FixedConfigs(
-            tuple(LayerConfig(layer.heads, tile, lookback, last_rows).validate() for layer in allocate(kl)),
+            [LayerConfig(layer.heads, tile, point.lookback, recipe.count_last_rows(length)) for layer in allocate(kl)],
             recipe.kv_cache_dtype,
         )
         for kl in predicted
@@ -172,7 +170,7 @@ class FixedConfigs:
     min_length = 0
 
     def __init__(self, configs: Sequence[LayerConfig], kv_cache_dtype: KvCacheDtype) -> None:
-        self.configs, self.kv_cache_dtype = configs, kv_cache_dtype
+        self.configs, self.kv_cache_dtype = [config.validate() for config in configs], kv_cache_dtype
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """Return a layer's configuration."""

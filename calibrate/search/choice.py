@@ -154,6 +154,12 @@ def make_constraints(recipe: Recipe) -> SearchConstraints:
     return SearchConstraints(tails, recipe.worst_rows or None, HEAD_CAP)
 
 
+def make_default_point(recipe: Recipe, length: int, tile: TileConfig) -> SearchPoint:
+    """Return the point that is tried first at a length in tokens, whatever is predicted of it."""
+    segments = recipe.select_segments(length)  # the second shortest of them: the shortest ranks most often
+    return SearchPoint(segments[min(1, len(segments) - 1)], tile, recipe.lookbacks[0])
+
+
 def build_plan(point: SearchPoint, curves: Curves, budget: LayerBudget, last_rows: int = 0) -> LayerPlan:
     """Spend a layer's budget at one search point, without timing it. last_rows: as `LayerPlan.last_rows`."""
     point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile), point.lookback)

@@ -29,6 +29,7 @@ from calibrate.search.choice import (
     LayerPlan,
     SearchPoint,
     build_plan,
+    make_default_point,
 )
 from calibrate.timing import FAILURES, Timing, describe_failure
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -125,9 +126,7 @@ class LayerSearch:
     @property
     def default(self) -> SearchPoint:
         """Point that is tried first, whatever is predicted of it."""
-        # the second shortest segment: the shortest ranks most often
-        segments = self.recipe.select_segments(self.length)
-        return SearchPoint(segments[min(1, len(segments) - 1)], self.tiles[0], self.recipe.lookbacks[0])
+        return make_default_point(self.recipe, self.length, self.tiles[0])
 
     def list_candidates(self) -> list[SearchPoint]:
         """Return the points to try, in order: the default, and those that may win, by rising predicted cost."""
