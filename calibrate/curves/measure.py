@@ -31,7 +31,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.model.sensitivity import AnsweredText, Sensitivity, measure_sensitivity
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import ask_about
-from calibrate.recipe import Recipe
+from calibrate.recipe import SAMPLED_ROWS, Recipe
 from calibrate.timing import FAILURES, measure_medians
 from calibrate.work.executor import Executor, WorkerState, WorkItem, measure_items, open_executor, split_among_workers
 from s2o_runtime.attention.api import s2o_attention
@@ -147,6 +147,7 @@ def _find_with_all_shapes(key: Mapping[str, Any], stored_keys: Sequence[dict[str
 def make_recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
     """Return a recipe's part of a key of curves."""
     key: dict[str, Any] = {"segments": list(recipe.select_segments(length)), "lookbacks": list(recipe.lookbacks)}
+    key["rows"] = SAMPLED_ROWS
     if last_rows := recipe.count_last_rows(length):
         key["last_rows"] = last_rows
     if recipe.kv_cache_dtype != "auto":

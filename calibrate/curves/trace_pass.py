@@ -88,7 +88,8 @@ def trace_ranking(
     call = Call.from_tensors(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
-    sample, sparse = sample_rows(length, ranking.segment), find_first_dense_row(length, last_rows, tile.block_m)
+    sample = sample_rows(length, ranking.segment, prompt.prompt)
+    sparse = find_first_dense_row(length, last_rows, tile.block_m)
     for part in trace(call, truth, norms, place_taus(q.device), sample):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
@@ -113,11 +114,14 @@ def trace_ranking(
     }
 
 
-def sample_rows(length: int, segment: int) -> list[range] | None:
-    """Choose windows of whole segments, evenly over a long prompt, to stand for all its rows; None for all rows."""
+def sample_rows(length: int, segment: int, number: int = 0) -> list[range] | None:
+    """Choose windows of whole segments, evenly over a long prompt, to stand for all its rows; None for all rows.
+
+    number: of the prompt; windows of the next prompt come next.
+    """
     every = length // SAMPLED_ROWS
     if every < 2:
         return None
     window = segment * max(1, WINDOW // segment)
-    begins = range(every // 2 * window, length, every * window)
+    begins = range((every // 2 + number) % every * window, length, every * window)
     return [range(begin, min(begin + window, length)) for begin in begins]

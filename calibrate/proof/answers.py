@@ -40,6 +40,7 @@ from s2o_runtime.reference.dense import use_sdpa_backend
 
 NOISE = "noise"  # the variant that is dense attention by another kernel
 CACHE_BYTES = 16 << 30  # that copies of a prompt's cache may have, for turns that run at once
+KEPT_PROMPTS = 32  # whose dense answers a worker keeps, in the host's memory: 0.1 GB each with 150000 words
 MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each of its tokens
 
 
@@ -144,7 +145,7 @@ class AnswersItem(ProofItem):
                 "measured with: use --budget-rel-mse 1e-3, which reads them layer by layer"
             )
         with self.within_memory(worker, "answering questions"), loaded.weights.put_on_device(loaded.model):
-            dense = answer_densely(loaded, prompt)
+            dense = self._answer_densely(worker, prompt)
             return [
                 asdict(compare_answers(loaded, prompt, dense, patch))
                 for patch in (
@@ -154,13 +155,24 @@ class AnswersItem(ProofItem):
             ]
 
 
+    def _answer_densely(self, worker: WorkerState, prompt: Prompt) -> DenseAnswers:
+        """Return the dense model's answers, which the worker keeps for other variants."""
+        known: dict[str, DenseAnswers] = worker.dense.setdefault("answers", {})
+        if (dense := known.pop(self.prompt, None)) is None:
+            dense = answer_densely(worker.loaded, prompt)
+        known[self.prompt] = dense  # the last one now
+        if len(known) > KEPT_PROMPTS:
+            del known[next(iter(known))]
+        return dense
+
+
 @dataclass(frozen=True)
 class DenseAnswers:
     """The dense model's answers: to questions behind a prompt, and the needles that it finds at the prompt's end.
 
     turns: the tokens of each question with its answer, and of the next one with its own, as many in each. rows: those
-    before each answer's tokens, the first's and the second's. log_probs: at these rows, float32 [turns, R, V]. eighths:
-    the part of the prompt that each first question is about. needles: of each one its rows among the prompt's last
+    before each answer's tokens, the first's and the second's. log_probs: at these rows, float32 [turns, R, V], in the
+    host's memory. eighths: the part of the prompt that each first question is about. needles: of each one its rows among the prompt's last
     ones, its tokens int64 [T] and their log-probability in nats.
     """
 
@@ -184,7 +196,7 @@ def answer_densely(loaded: LoadedModel, prompt: Prompt) -> DenseAnswers:
         span, needle = slice(first - 1 - before, end - 1 - before), prompt.ids[first:end].to(last.device)
         if last[span].argmax(-1).equal(needle):
             needles.append((span, needle, _sum_log_probs(last[span], needle)))
-    log_probs = follow(loaded, cache, turns, [*rows[0], *rows[1]])
+    log_probs = follow(loaded, cache, turns, [*rows[0], *rows[1]]).cpu()
     return DenseAnswers(turns, rows, log_probs, tuple(question.eighth for question in questions), needles)
 
 
@@ -213,7 +225,7 @@ def compare_answers(
     with patch():
         cache, last = prefill(loaded, prompt)
     log_probs = follow(loaded, cache, dense.turns, [*dense.rows[0], *dense.rows[1]])
-    kl, tokens = compare_log_probs(dense.log_probs, log_probs).kl, len(dense.rows[0])
+    kl, tokens = compare_log_probs(dense.log_probs.to(log_probs.device), log_probs).kl, len(dense.rows[0])
     kept = sum(
         last[rows].argmax(-1).equal(tokens) or log_prob - _sum_log_probs(last[rows], tokens) < KEPT_WITHIN
         for rows, tokens, log_prob in dense.needles

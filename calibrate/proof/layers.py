@@ -1,8 +1,9 @@
-"""Layer-by-layer comparison of the patched and the dense model, and each layer's error over all rows.
+"""Layer-by-layer comparison of the patched and the dense model, and each layer's error.
 
-A few rows of a prompt may carry a third of its error, so that an error of some rows says little about all: errors are
-of all rows, against dense attention. Dense attention in the model's own type costs a prefill no more than one more
-attention, and its rounding (in bfloat16 some 3e-6 of the output's mean square) only adds to the error.
+Errors are taken from dense attention on the same inputs, of all rows of a short prompt and of windows of a long one. A
+few rows may carry a third of a prompt's error, so windows are drawn anew for each prompt, from every part of it and
+with every row as likely: prompts then differ by what windows miss too, which bounds of their mean contain. Dense
+attention's own rounding (in bfloat16 some 3e-6 of the output's mean square) only adds to the error.
 
 A prompt at a layer is an item of work. The item says all that its result depends on: the prompt, what the layers
 before ran, and what this one runs. Which worker takes it, and whether that one has the prompt at hand or begins again,
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import random
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate, chain, pairwise
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -45,6 +48,8 @@ UNPACKED_HISTORIES = 16  # that a process keeps
 TILE_ROWS = 64  # rows of which the worst counts
 EIGHTHS = 8  # parts of a prompt whose errors are told apart
 PLACES = (0, 1, 8, 32, 128)  # the rows of a segment from which on its errors are told apart
+WINDOWS, WINDOW_ROWS = 16, 1024  # parts of a long prompt, and the rows of each whose errors are measured
+COMPARED_ROWS = 2048  # of a prompt, about: those whose predictions are compared
 KEPT_WITHIN = 1.0  # nats that an answer's log-probability may fall by
 
 
@@ -85,24 +90,45 @@ def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     return squares / (heads * value_dim), relative
 
 
-def measure_places(squares: Tensor, calls: Iterable[tuple[int, LayerConfig]]) -> list[list[float]]:
+def draw_windows(prompt: Prompt) -> list[range]:
+    """Draw the rows, in order, whose errors stand for all rows of a prompt: of a long one a window of each part.
+
+    A window begins anywhere in its part and goes on at the part's begin, so that no row is more likely than another.
+    """
+    length, draw = prompt.length, random.Random(prompt.sha256)
+    if length <= WINDOWS * WINDOW_ROWS:
+        return [range(length)]
+    windows = []
+    for begin, end in pairwise(length * part // WINDOWS for part in range(WINDOWS + 1)):
+        first = draw.randrange(begin, end, TILE_ROWS)
+        beyond = range(begin, begin + max(0, first + WINDOW_ROWS - end))
+        windows += [window for window in (beyond, range(first, min(first + WINDOW_ROWS, end))) if window]
+    return windows
+
+
+def select_rows(tensor: Tensor, windows: Iterable[range]) -> Tensor:
+    """Return the rows of windows of a tensor [..., L, D], as [..., R, D]."""
+    return torch.cat([tensor[..., window.start : window.stop, :] for window in windows], -2)
+
+
+def measure_places(squares: Tensor, rows: Tensor, calls: Iterable[tuple[int, LayerConfig]]) -> list[list[float]]:
     """Compute the errors by the rows' place in their segments, without rows that are dense as a call's last.
 
     Args:
-        squares: the squared error and the dense output's square of each row, float64 [2, L].
-        calls: the last row and the configuration of each call that computed these rows, in order.
+        squares: the squared error and the dense output's square of each row, float64 [2, R].
+        rows: their positions in the prompt, int64 [R].
+        calls: the last row and the configuration of each call that computed the prompt, in order.
 
     Returns:
         The mean squared error and the mean square of the rows from each of `PLACES` to the next; 0 without such rows.
     """
-    rows = torch.cat([squares, torch.ones_like(squares[:1])])
-    sums, begin = rows.new_zeros(len(rows), len(PLACES)), 0
+    summed = torch.cat([squares, torch.ones_like(squares[:1])])
+    sums, begin = summed.new_zeros(len(summed), len(PLACES)), 0
     bounds = torch.tensor(PLACES, device=rows.device)
     for end, config in calls:
-        count = config.find_first_dense_row(end - begin)
-        in_segment = torch.arange(count, device=rows.device) % config.segment
-        places = torch.bucketize(in_segment, bounds, right=True) - 1
-        sums += rows[:, begin : begin + count] @ F.one_hot(places, len(PLACES)).to(rows)
+        chosen = (rows >= begin) & (rows < begin + config.find_first_dense_row(end - begin))
+        places = torch.bucketize((rows[chosen] - begin) % config.segment, bounds, right=True) - 1
+        sums += summed[:, chosen] @ F.one_hot(places, len(PLACES)).to(summed)
         begin = end
     return (sums[:2] / sums[2].clamp(min=1)).T.tolist()
 
@@ -187,12 +213,13 @@ def make_layer_state(
 class PromptForward:
     """One prompt, by its hash, in the patched model before some decoder layer, and beside it in the dense model.
 
-    index: the prompt's number among those of its length. with_dense: whether the dense model moves along.
+    index: the prompt's number among those of its length. timed: whether only times are wanted; then, and where the
+    worker knows already what the dense model predicts, that one does not move along.
     """
 
-    def __init__(self, worker: WorkerState, prompt: str, index: int = 0, with_dense: bool = True) -> None:
+    def __init__(self, worker: WorkerState, prompt: str, index: int = 0, timed: bool = False) -> None:
         self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
-        self._with_dense = with_dense
+        self._with_dense = not timed and (COMPARED_ROWS, prompt) not in worker.dense
         self._start_over()
 
     @torch.no_grad()
@@ -241,17 +268,21 @@ class PromptForward:
         return state.density
 
     def compute_dense(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the next layer's dense attention, [1, Hq, L, Dv], computed at most once while memory is plenty."""
+        """Return the next layer's dense attention, [1, Hq, R, Dv], computed at most once while memory is plenty."""
         out = compute() if self._dense is None else self._dense  # the same whatever the layer is tried with
         self._dense = out if has_plenty_of_memory(out.device) else None
         return out
 
     @torch.no_grad()
     def compare(self) -> PromptAgreement:
-        """Compare what both models predict, after all layers."""
-        patched, dense = self._forward.streams
+        """Compare what both models predict, after all layers; the worker keeps the dense model's part of it."""
+        compared, known = list_compared_rows(self._prompt), self._worker.dense
+        patched, *dense = (stream.hidden[:, compared.to(stream.hidden.device)] for stream in self._forward.streams)
+        name = COMPARED_ROWS, self._prompt.sha256
+        if dense:
+            known[name] = dense[0].cpu()
         with put_logits_on_device(self._worker.loaded) as logits:
-            return compare(self._prompt, dense.hidden, patched.hidden, logits)
+            return compare(self._prompt, known[name].to(patched.device), patched, logits)
 
 
 @dataclass(frozen=True)
@@ -285,10 +316,10 @@ class ProofItem(WorkItem):
 class LayerProofItem(ProofItem):
     """One prompt at one layer, as an item of work.
 
-    Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
-    over each eighth of the rows as `eighths` and by place in the segment (`measure_places`) as `places`, the largest
-    relative error of a row in each tile of rows as `tiles`, float32 [tiles], and the mean density over heads as
-    `density`.
+    Of the rows of `draw_windows` its result has the mean squared error and the mean square of the dense output as
+    `all_rows`, the same over each eighth of them as `eighths` and by place in the segment (`measure_places`) as
+    `places`, and the largest relative error of a row in each tile as `tiles`, float32 [tiles]; and the mean density
+    over heads as `density`.
     """
 
     prompt: str  # its hash
@@ -310,6 +341,7 @@ class LayerProofItem(ProofItem):
             "before": self.before.digest,
             "runs": self.config.digest,
             "parts": [EIGHTHS, *PLACES],
+            "rows": [WINDOWS, WINDOW_ROWS, COMPARED_ROWS],
         }
 
     def __str__(self) -> str:
@@ -317,14 +349,20 @@ class LayerProofItem(ProofItem):
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
         result: dict[str, Any] = {}
+        windows = draw_windows(worker.prompts[self.prompt])
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
+            def compute_truth() -> Tensor:
+                calls = ((q[:, :, rows.start : rows.stop], k[:, :, : rows.stop], v[:, :, : rows.stop]) for rows in windows)
+                return torch.cat([fastest_dense_attention(*call, scoring) for call in calls], 2)
+
             is_dense = self.config.config.is_dense and self.config.chunk is None  # what ran is dense attention itself
-            dense = out if is_dense else forward.compute_dense(lambda: fastest_dense_attention(q, k, v, scoring))
-            squares, relative = measure_row_errors(out, dense)
+            ours, rows = select_rows(out, windows), torch.tensor([*chain(*windows)], device=out.device)
+            squares, relative = measure_row_errors(ours, ours if is_dense else forward.compute_dense(compute_truth))
             result["all_rows"] = tuple(squares.mean(1).tolist())
             result["eighths"] = [eighth.mean(1).tolist() for eighth in squares.tensor_split(EIGHTHS, 1)]
-            result["places"] = measure_places(squares, self.config.by_keys or ((self.length, self.config.config),))
+            calls = self.config.by_keys or ((self.length, self.config.config),)
+            result["places"] = measure_places(squares, rows, calls)
             result["tiles"] = tile_worst(relative, TILE_ROWS).flatten().cpu()
 
         number = worker.loaded.geometry.get_layer_number(self.layer)
@@ -370,18 +408,32 @@ class PromptAgreement:
 
     """
 
-    kl: float  # mean over positions of KL(dense || patched) of the next token, in nats; rounding may make it negative
-    top1: float  # the share of positions where both find the same token most likely
+    kl: float  # mean over the compared rows of KL(dense || patched), in nats; rounding may make it negative
+    top1: float  # the share of these rows where both find the same token most likely
     found: int  # of the prompt's answers, by the dense model
     kept: int  # of these, by the patched model
+
+
+def list_compared_rows(prompt: Prompt) -> Tensor:
+    """Return the rows whose predictions are compared, int64 [R]: some of its windows, then those before its answers."""
+    sampled = list_sampled_rows(prompt)
+    return torch.tensor([*sampled, *chain(*(range(first - 1, end - 1) for first, end in prompt.answers))])
+
+
+def list_sampled_rows(prompt: Prompt) -> Sequence[int]:
+    """Return the rows of a prompt's windows whose predictions stand for all rows'."""
+    rows = [*chain(*draw_windows(prompt))]
+    return rows[:: max(1, len(rows) // COMPARED_ROWS)]
 
 
 def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Tensor], Tensor]) -> PromptAgreement:
     """Compare the two models' predictions of a prompt.
 
-    dense, patched: hidden states [1, L, H] after the last layer. logits: [1, R, H] -> [1, R, V].
+    dense, patched: hidden states [1, R, H] after the last layer, of `list_compared_rows`. logits: [1, R, H] ->
+    [1, R, V].
     """
-    following = torch.roll(prompt.ids, -1).to(dense.device)
+    compared, sampled = list_compared_rows(prompt), len(list_sampled_rows(prompt))
+    following = prompt.ids[(compared + 1) % prompt.length].to(dense.device)
     rows = count_rows_at_once(logits(dense[:, :1]).shape[-1])
     pieces = []
     for first in range(0, len(following), rows):
@@ -393,15 +445,15 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
     kls, *others = map(torch.cat, zip(*pieces, strict=True))
     by_dense, by_patched, log_dense, log_patched = (values.cpu() for values in others)
     finds_dense, finds_patched = by_dense.eq(following.cpu()), by_patched.eq(following.cpu())
-    # position i predicts token i + 1
-    answers = [slice(first - 1, end - 1) for first, end in prompt.answers if finds_dense[first - 1 : end - 1].all()]
+    ends = accumulate((end - first for first, end in prompt.answers), initial=sampled)
+    answers = [slice(*span) for span in pairwise(ends) if finds_dense[slice(*span)].all()]
     kept = [
         bool(finds_patched[span].all()) or float(log_dense[span].sum()) - float(log_patched[span].sum()) < KEPT_WITHIN
         for span in answers
     ]
     return PromptAgreement(
-        kl=float(kls.mean()),
-        top1=float((by_dense == by_patched).double().mean()),
+        kl=float(kls[:sampled].mean()),
+        top1=float((by_dense == by_patched)[:sampled].double().mean()),
         found=len(answers),
         kept=sum(kept),
     )

@@ -297,7 +297,7 @@ class LayerTime(ProofItem):
         self.use_s2o(worker)
         with self.within_memory(worker, f"timing layer {self.number}"):
             cached_as = self.length, self.history.digest
-            forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, with_dense=False))
+            forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, timed=True))
             forward.move_to(self.number, self.history)
             with forward.enter_next_layer() as (layer, stream):
                 if layer.row is None:  # both prefills have it

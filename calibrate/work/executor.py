@@ -53,6 +53,7 @@ class WorkerState:
     loaded: LoadedModel
     prompts: dict[str, Prompt] = field(default_factory=dict)  # those that items may name, by their hash
     kept: dict[Hashable, Any] = field(default_factory=dict)  # cache of the present stage
+    dense: dict[Hashable, Any] = field(default_factory=dict)  # what the dense model gave, which no stage changes
     _stage: str = ""
     _attention: Implementations | None = None  # the model's own implementations, while another is used
 

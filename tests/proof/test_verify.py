@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +17,7 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.proof import layers, verify
 from calibrate.proof.layers import PLACES, LayerHistory, measure_places
 from calibrate.proof.verify import LengthProof, Prover
+from calibrate.work.executor import open_local_executor
 from s2o_runtime import patch, unpatch
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -75,7 +76,10 @@ def test_predictions_are_compared_alike_in_pieces_of_any_size(monkeypatch):
 
     def compared(rows):
         monkeypatch.setattr(layers, "count_rows_at_once", lambda vocabulary: rows if vocabulary == 40 else None)
-        return layers.compare(prompt, dense, dense + patched / 9, lambda hidden: hidden @ head)
+        positions = layers.list_compared_rows(prompt)
+        assert positions.tolist() == [*range(90), 19, 20, 21, 49, 50]
+        models = dense[:, positions], (dense + patched / 9)[:, positions]
+        return layers.compare(prompt, *models, lambda hidden: hidden @ head)
 
     assert [count_rows_at_once(vocabulary) for vocabulary in (151936, 65536, 4096)] == [512, 512, 8192]
     whole, pieces = compared(90), compared(7)
@@ -182,18 +186,24 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folde
         assert prove_all(loaded, SPARSE, prompts)[330].needles == (kept, 3)
 
 
-def test_errors_of_parts_are_those_of_their_rows(tiny_folder, monkeypatch):
+@pytest.mark.parametrize("windows", [16, 8])
+def test_errors_of_parts_are_those_of_their_rows(tiny_folder, monkeypatch, windows):
     """The eighths and the places in segments: of the first layer, whose inputs any model has."""
-    seen, real = [], layers.measure_row_errors
+    seen, real = [], layers.select_rows
 
-    def watch(out, dense):
-        seen.append((out, dense))
-        return real(out, dense)
+    def watch(out, windows):
+        seen.append(out)
+        return real(out, windows)
 
-    monkeypatch.setattr(layers, "measure_row_errors", watch)
     prompts = {330: random_prompts(330)[330][:1]}
+    monkeypatch.setattr(layers, "select_rows", watch)
+    prove_all(stream(tiny_folder, False), SPARSE.as_dense(), prompts)
+    monkeypatch.setattr(layers, "WINDOWS", windows)
+    monkeypatch.setattr(layers, "WINDOW_ROWS", 24)
     layer = prove_all(stream(tiny_folder, False), SPARSE, prompts)[330].layers[0]
-    rows, (out, truth) = torch.arange(330), seen[0]
+    (truth, _, out, _), drawn = seen, layers.draw_windows(prompts[330][0])
+    rows = torch.tensor([*chain(*drawn)])
+    assert len(rows) == (330 if windows == 16 else 8 * 24)
     in_segment = rows % SPARSE.segment
     places = [rows[(in_segment >= first) & (in_segment < end)] for first, end in pairwise((*PLACES, 1 << 20))]
     parts = zip((*layer.of_prompts, *layer.eighths, *layer.places), (rows, *rows.tensor_split(8), *places), strict=True)
@@ -204,6 +214,35 @@ def test_errors_of_parts_are_those_of_their_rows(tiny_folder, monkeypatch):
     assert layer.eighths[7][0] > 1e-6
 
 
+def test_windows_are_of_every_part_and_take_no_row_more_often_than_another(monkeypatch):
+    monkeypatch.setattr(layers, "WINDOWS", 4)
+    monkeypatch.setattr(layers, "WINDOW_ROWS", 128)
+    taken = torch.zeros(1024)
+    for number in range(2000):
+        windows = layers.draw_windows(Prompt(torch.tensor([number] * 1024)))
+        rows = torch.tensor([*chain(*windows)])
+        assert rows.equal(rows.sort().values)
+        assert torch.bincount(rows // 256).tolist() == [128] * 4
+        taken[rows] += 1
+    assert (taken / 2000 - 0.5).abs().max() < 5 * 0.5 / 2000**0.5
+    assert layers.draw_windows(Prompt(torch.arange(512))) == [range(512)]
+
+
+def test_the_dense_model_reads_a_prompt_once(tiny_folder, monkeypatch):
+    """Another proof of the same prompts says the same of predictions without it; of long prompts some rows are read."""
+    monkeypatch.setattr(layers, "COMPARED_ROWS", 30)
+    prompts, loaded, streams = random_prompts(330), stream(tiny_folder, True), []
+    real = layers.LayerwiseForward
+    monkeypatch.setattr(layers, "LayerwiseForward", lambda loaded, given: streams.append(len(given)) or real(loaded, given))
+    with open_local_executor(loaded) as executor:
+        prover = Prover(executor)
+        source = Layers((SPARSE, SPARSE))
+        first, again = (prover.prove(source, prompts, timed=False)[1][330] for _ in range(2))
+    assert streams == [2, 2, 1, 1]
+    assert again == first
+    assert layers.list_compared_rows(prompts[330][0])[:3].tolist() == [0, 11, 22]
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     st.integers(1, 700), st.sampled_from([64, 200, 1000]), st.lists(st.integers(1, 5), min_size=11), st.integers(0, 2)
@@ -211,17 +250,20 @@ def test_errors_of_parts_are_those_of_their_rows(tiny_folder, monkeypatch):
 def test_places_weigh_back_to_the_rows_that_are_not_dense_as_last(length, chunk, segments, last_tiles):
     squares, begin = torch.rand(2, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length)), 0
     calls, counts, expected = [], [0] * len(PLACES), torch.zeros(2, len(PLACES), dtype=torch.float64)
+    measured = range(0, length, 1 + last_tiles)  # all rows, or some
     for segment, end in zip(segments, (*range(chunk, length, chunk), length), strict=False):
         config = LayerConfig.uniform(
             1, tile=TileConfig(block_m=64), segment=64 * segment, last_rows=128 * last_tiles * (end == length)
         )
         calls.append((end, config))
         for row in range(config.find_first_dense_row(end - begin)):
-            place = sum(row % config.segment >= first for first in PLACES) - 1
-            counts[place] += 1
-            expected[:, place] += squares[:, begin + row]
+            if begin + row in measured:
+                place = sum(row % config.segment >= first for first in PLACES) - 1
+                counts[place] += 1
+                expected[:, place] += squares[:, begin + row]
         begin = end
-    sums = torch.tensor(measure_places(squares, calls), dtype=torch.float64).T * torch.tensor(counts)
+    places = measure_places(squares[:, measured], torch.tensor(measured), calls)
+    sums = torch.tensor(places, dtype=torch.float64).T * torch.tensor(counts)
     torch.testing.assert_close(sums, expected)
 
 
