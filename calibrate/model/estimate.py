@@ -14,7 +14,7 @@ import torch
 
 from calibrate.model.layers import ROWS, list_decoder_layers
 from calibrate.model.weights import decide_resident
-from calibrate.recipe import SAMPLED_ROWS, Recipe
+from calibrate.recipe import SAMPLED_ROWS, WINDOW_ROWS, WINDOWS, Recipe
 from calibrate.timing import LONG_CALL_S
 from s2o_runtime.config import REPRESENTATIVES
 from s2o_runtime.devices import DeviceIdentity
@@ -104,12 +104,14 @@ COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a 
 TRIAL = 0.045  # seconds for a trial of the search, and for a layer that is timed, besides the attention in them
 TIMED = 12  # times dense attention that a trial runs: S2O and dense attention in turns, and before that to compile
 TIMED_ALONE = 4  # the same where dense attention takes so long that it is not timed with each trial
-TIMED_LAYERS = 15  # the same for a layer of the profile
+TIMED_LAYERS, TIMED_ONCE = 15, 6  # the same for a layer of the profile, and for one whose attention takes long
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
 TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
-PROOFS = 1.8  # how often a layer is proven, with those that are revised, which need dense attention once
+PROOFS = 1.8  # how often a layer is proven, with those that are revised
+SPARSE, SHORT, FALL = 0.66, 8192, 0.45  # S2O's time over dense attention's at so many tokens, and how it falls on
 ATTEMPTS = 1.25  # how often a layer is certified, with those whose bound is over its limit at first
-TURNS = 16  # passes of questions behind a prompt's cache, of the dense model and of each variant
+LOOKS = 1.7  # how often answers are certified, with the looks at less
+TURNS, REVISED = 3, 8  # passes of questions behind a prompt's cache: of a variant, and of the dense model
 TURN, TURN_TOKENS = 0.035, 120  # seconds of such a pass on a GPU, and its tokens
 ANSWERED = 5  # prompts of a length that a scale is measured on
 WEIGHED, WEIGHED_FORWARDS = 4, 5  # prompts that sensitivities are measured on, and forward passes that one takes
@@ -184,12 +186,17 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     def time_forward(length: int) -> float:  # the dense model
         return 2 * sizes.of_token * length / rates.flops + layers * time_attention(length)
 
-    def time_both(length: int) -> float:  # both models together, with every layer's errors
-        return 2 * time_forward(length) + layers * (time_attention(length) + length / rates.tokens)
+    def time_patched(length: int) -> float:
+        sparse = min(1.0, SPARSE * (SHORT / length) ** FALL) if on_gpu else 1.0
+        return time_forward(length) - (1 - sparse) * layers * time_attention(length)
 
-    def time_answers(length: int, variants: int) -> float:  # about one prompt
+    def time_errors(length: int) -> float:  # the patched model with every layer's errors on one prompt
+        rows = min(length, WINDOWS * WINDOW_ROWS)
+        return time_patched(length) + layers * (time_attention(length) * rows / length + rows / rates.tokens)
+
+    def time_answers(length: int, dense: float, variants: float) -> float:  # about one prompt
         turn = on_gpu * TURN + time_forward(TURN_TOKENS) + layers * time_attention(length) * 2 * TURN_TOKENS / length
-        return (1 + variants) * (time_forward(length) + TURNS * turn)
+        return dense * (time_forward(length) + REVISED * turn) + variants * (time_patched(length) + TURNS * turn)
 
     weights = sizes.parameters * number_width(recipe.device) / (DRAWN if recipe.random_weights else READ)
     read = 0.0 if sizes.resident else weights
@@ -205,18 +212,20 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         timed = TIMED if time_attention(length) < LONG_CALL_S else TIMED_ALONE
         searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
-    timing = on_gpu * layers * sum(TRIAL + TIMED_LAYERS * time_attention(length) for length in proven)
-    proving = read + timing + PROOFS * recipe.held_out * sum(map(time_both, proven))
+    timing = on_gpu * layers * sum(
+        TRIAL + time_attention(at) * (TIMED_LAYERS if time_attention(at) < LONG_CALL_S else TIMED_ONCE) for at in proven
+    )
+    proving = read + timing + recipe.held_out * sum(time_forward(at) + PROOFS * time_errors(at) for at in proven)
     noise = weighing = scaling = 0.0
     if recipe.budget.kind == "kl":
-        certifying = ATTEMPTS * recipe.num_certify * sum(time_answers(length, 1) for length in proven)
-        certifying += on_gpu * 2 * sum(time_answers(length, 1) for length in proven)
-        noise = on_gpu * 2 * time_answers(min(recipe.lengths), 1)
+        certifying = recipe.num_certify * sum(time_answers(length, 1, LOOKS) for length in proven)
+        certifying += sum(on_gpu * 2 * time_answers(at, 0, 1) + recipe.held_out * time_errors(at) for at in proven) + timing
+        noise = on_gpu * 2 * time_answers(min(recipe.lengths), 1, 1)
         weighing = WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
-        weighing += ANSWERED * sum(time_answers(length, 3) for length in recipe.lengths)
-        scaling = ANSWERED * sum(time_answers(length, 1) for length in recipe.lengths)
+        weighing += ANSWERED * sum(time_answers(length, 1, 2) for length in recipe.lengths)
+        scaling = recipe.held_out * sum(time_answers(length, 0.5, 1) for length in recipe.lengths)
     else:
-        certifying = read + ATTEMPTS * recipe.num_certify * sum(map(time_both, proven))
+        certifying = read + recipe.num_certify * sum(time_forward(at) + ATTEMPTS * time_errors(at) for at in proven)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {
         "loading the model": START * (1 + on_gpu) + weights - read,

@@ -35,7 +35,7 @@ from calibrate.proof.layers import (
     make_layer_state,
 )
 from calibrate.recipe import Budget, Recipe
-from calibrate.timing import measure_medians
+from calibrate.timing import FLUSHES, LONG_CALL_S, measure_medians
 from calibrate.work.executor import Executor, MeasurementBatch, WorkerState, measure_items
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
@@ -43,7 +43,6 @@ from s2o_runtime.call import Scoring
 
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
-LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
 EIGHTH_OVER_LIMIT = 1.5  # times its limit that a layer's error may be in any eighth of the prompts
 
 
@@ -318,12 +317,17 @@ class LayerTime(ProofItem):
         return times
 
 
-def _time_calls(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Time decoder layers, in seconds: medians on a GPU, of one run if they are long; one run by the clock on a CPU."""
+def _time_calls(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, flushes: int = LAYER_FLUSHES
+) -> dict[str, float]:
+    """Time calls, in seconds: medians on a GPU, of one run if they are long; one run by the clock on a CPU.
+
+    flushes: as `measure_medians` takes it.
+    """
     if device.type == "cuda":
-        once = measure_medians(calls, device, 1, LAYER_FLUSHES)
-        is_long = min(once.values()) > LONG_SECONDS
-        return once if is_long else measure_medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
+        once = measure_medians(calls, device, 1, flushes)
+        is_long = min(once.values()) > LONG_CALL_S
+        return once if is_long else measure_medians(calls, device, GPU_ROUNDS, flushes)
     seconds = {}
     for name, call in calls.items():
         start = time.perf_counter()
@@ -341,8 +345,8 @@ def _time_attention(layer: DecoderLayer, stream: Stream, config: LayerConfigAt) 
         calls["dense"] = partial(fastest_dense_attention, q, k, v, scoring)
 
     layer.patched(stream, make_layer_state(layer, config, keep, chunks=False))
-    times = measure_medians(calls, layer.device, GPU_ROUNDS)
+    times = _time_calls(calls, layer.device, FLUSHES)
     if times["s2o"] > times["dense"]:  # that would make the layer dense, so it must be no hiccup
-        again = measure_medians(calls, layer.device, GPU_ROUNDS)
+        again = _time_calls(calls, layer.device, FLUSHES)
         times = {name: min(seconds, again[name]) for name, seconds in times.items()}
     return times["s2o"], times["dense"]

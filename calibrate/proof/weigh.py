@@ -32,6 +32,7 @@ PROMPTS = 5  # of each length that a scale is measured on
 NOISE_PROMPTS = 2  # that two dense kernels are compared on
 NOISE_ROOM = 2.0  # times the noise, below which the default budget does not go
 SHARES = (2**-4, 2**-6, 2**-8)  # of the budget as sensitivities predict it, which is up to 100 times too little
+NEXT_SHARES = (2.0, 0.5)  # times the share that the length before spends
 SLOPES = (0.5, 2.0)  # that the logarithm of a measured KL may have in that of the predicted one
 AIM = 0.62  # of the budget: the bound of 20 prompts was 1.3 to 1.6 times their mean (docs/results/calibrate-*)
 MIN_WEIGHT = 1e-6  # of the mean head's: a head that moves no answer may err as much as any may
@@ -110,10 +111,13 @@ def make_answer_budgets(
     Returns:
         What each layer may spend, by length.
     """
-    return {
-        length: _divide_budget(prover, prompts[length], of_length, tiles[length][0], sensitivity, recipe)
-        for length, of_length in curves.items()
-    }
+    budgets, shares = dict[int, list[LayerBudget]](), SHARES
+    for length, of_length in sorted(curves.items()):
+        budgets[length], spent = _divide_budget(
+            prover, prompts[length], of_length, tiles[length][0], sensitivity, recipe, shares
+        )
+        shares = tuple(times * spent / recipe.budget.value for times in NEXT_SHARES)
+    return budgets
 
 
 def _divide_budget(
@@ -123,7 +127,12 @@ def _divide_budget(
     tile: TileConfig,
     sensitivity: Sensitivity,
     recipe: Recipe,
-) -> list[LayerBudget]:
+    shares: Sequence[float],
+) -> tuple[list[LayerBudget], float]:
+    """Return what each layer may spend, and what all together are predicted to move answers by, in nats per token.
+
+    shares: of the budget, which are measured.
+    """
     length, budget = prompts[0].length, recipe.budget.value
     point = make_default_point(recipe, length, tile)
     rankings = [select_rankings(layer, point.segment, Shape.from_tile(tile), point.lookback) for layer in curves]
@@ -139,7 +148,7 @@ def _divide_budget(
     def allocate(kl: float) -> list[Allocation]:
         return allocate_together(rankings, weights, kl, constraints)
 
-    predicted = [share * budget for share in SHARES]
+    predicted = [share * budget for share in shares]
     sources = [
         FixedConfigs(
             [LayerConfig(layer.heads, tile, point.lookback, recipe.count_last_rows(length)) for layer in allocate(kl)],
@@ -151,7 +160,7 @@ def _divide_budget(
     measured = [statistics.fmean(prompt.kl for prompt in of_source) for of_source in answers]
     spent = interpolate_budget(predicted, measured, AIM * budget)
     log.info("%d tokens: predicted KL of answers %s, measured %s: %.1e is spent", length, predicted, measured, spent)
-    return [
+    budgets = [
         LayerBudget(
             limit=limit_layer(allocation, power),
             mse=of_layer.mean(allocation),
@@ -162,6 +171,7 @@ def _divide_budget(
             allocate(spent), powers, weights, constraints, strict=True
         )
     ]
+    return budgets, spent
 
 
 class FixedConfigs:

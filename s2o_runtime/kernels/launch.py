@@ -56,6 +56,7 @@ class _Observed(threading.local):
 observed = _Observed()
 _dtype = attrgetter("dtype")
 _compiled: dict[tuple[Any, ...], Compiled] = {}
+_compiling: dict[tuple[Any, ...], threading.Lock] = {}  # by the same keys
 
 
 def launch(
@@ -113,7 +114,8 @@ def launch(
     narrow = max(binding.unspecialised(arguments), default=0) < 1 << 31  # 64-bit numbers make it another kernel
     cacheable = narrow and not reduce(or_, address) & 15
     if compiled is None or not cacheable or is_hooked():
-        launched = kernel[grid](*binding.group_tensors(pointers), *numbers, **constants, **options)
+        with _compiling.setdefault(key, threading.Lock()):  # threads that need one kernel compile it once
+            launched = kernel[grid](*binding.group_tensors(pointers), *numbers, **constants, **options)
         is_compiled = hasattr(launched, "packed_metadata")  # nothing is in the interpreter
         if cacheable and is_compiled and _is_tested(triton.__version__):
             metadata = launched.packed_metadata

@@ -1,6 +1,9 @@
 """Launching by name: real kernels, which launches may skip Triton's binder, and that these are Triton's on a GPU."""
 
+import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -150,6 +153,25 @@ def test_what_changes_the_compiled_kernel_goes_through_triton(kernel, change):
     assert not kernel.direct
     call(kernel)
     assert len(kernel.direct) == 1
+
+
+def test_threads_that_need_one_kernel_compile_it_one_after_the_other(kernel, monkeypatch):
+    order, both, original = [], threading.Barrier(2), Kernel.__getitem__
+
+    def compile_slowly(kernel, grid):
+        order.append("begin")
+        time.sleep(0.05)
+        order.append("end")
+        return original(kernel, grid)
+
+    def start(number):
+        both.wait()
+        call(kernel)
+
+    monkeypatch.setattr(Kernel, "__getitem__", compile_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(start, range(2)))
+    assert order == ["begin", "end"] * 2
 
 
 def test_an_untested_triton_launches_every_kernel_itself(kernel, monkeypatch):
