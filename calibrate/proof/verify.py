@@ -58,7 +58,7 @@ class LayerProof:
     dense_seconds: float | None = None
     kinds: tuple[str, ...] = ()  # of text, of each prompt
     # mean squared error and mean square of the dense output; eighths and places are means over the prompts
-    of_prompts: tuple[tuple[float, float], ...] = ()  # of all rows of each prompt
+    of_prompts: tuple[tuple[float, float], ...] = ()  # of the rows of each prompt that `layers.draw_windows` draws
     eighths: tuple[tuple[float, float], ...] = ()  # of each eighth of the rows
     places: tuple[tuple[float, float], ...] = ()  # of the rows from each of `layers.PLACES` in their segments on
 
@@ -91,7 +91,7 @@ class LayerProof:
         return budget.error(self.mse, self.dense_power)
 
     def errors(self, budget: Budget) -> list[float]:
-        """Return the error of each prompt over all rows, in the budget's unit."""
+        """Return the error of each prompt, in the budget's unit."""
         return [budget.error(*prompt) for prompt in self.of_prompts]
 
     def limited_error(self, recipe: Recipe) -> float:
@@ -118,8 +118,8 @@ class LengthProof:
     """The whole model at one length, patched against dense."""
 
     layers: tuple[LayerProof, ...]  # of every layer of full attention
-    kl: float  # the mean over all positions of KL(dense || patched) of the next token, in nats
-    top1: float  # the share of positions where both find the same token most likely
+    kl: float  # the mean over the compared rows of KL(dense || patched) of the next token, in nats
+    top1: float  # the share of these rows where both find the same token most likely
     needles: tuple[int, int] | None  # kept of those the dense model finds, and found; None if the prompts ask for none
     prefill_seconds: float = 0.0  # all decoder layers on the first prompt, without embedding and head
     dense_prefill_seconds: float = 0.0

@@ -81,7 +81,7 @@ class LengthReport:
 
     length: int  # in tokens
     calibrated: bool  # whether settings were chosen for it; otherwise it was only checked
-    kl: float  # KL(dense, patched) of the next token in nats, mean over all positions of the held-out prompts
+    kl: float  # KL(dense, patched) of the next token in nats, mean over positions of the held-out prompts
     top1: float  # the share of positions at which both models find the same token most likely
     needles: tuple[int, int] | None  # kept by the patched model, of those that the dense one finds; None without any
     prefill_seconds: float

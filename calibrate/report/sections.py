@@ -322,7 +322,7 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
     }
     yield Table.from_rows(proof.lengths, columns, "proven here")
     yield (
-        "KL: nats per token, of all positions; of answers: of turns that ask about each eighth of a prompt behind its "
+        "KL: nats per token, of positions all over the prompt; of answers: of turns that ask about each eighth of a prompt behind its "
         "finished prefill; noise: of answers, between two dense kernels"
     )
     if not proof.same_prompts:
