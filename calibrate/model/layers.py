@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from calibrate.model.models import LoadedModel
 from s2o_runtime.attention.api import s2o_attention
@@ -84,17 +84,19 @@ class Stream:
     """One prompt before its next layer.
 
     prompt: its index in the list that was given. hidden: the hidden state, [1, L, H] in the model's dtype. calls: what
-    each decoder layer is called with besides.
+    each decoder layer is called with besides. cache: has the keys and values before these tokens, and gets theirs.
     """
 
     prompt: int
     hidden: Tensor
     calls: Calls
+    cache: Any = None
 
     def through(self, layer: nn.Module, number: int) -> Stream:
         """Run one decoder layer. Raises ModelError if the hidden state is not finite behind it."""
         arguments, named = self.calls[number]
-        output = layer(self.hidden, *arguments, **named)
+        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        output = layer(self.hidden, *arguments, **{**named, **cache})
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         check_finite(hidden, "hidden state", number, self.prompt)
         return replace(self, hidden=hidden)
@@ -160,17 +162,24 @@ def list_other_parts(model: Any) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
+def begin(
+    loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None, behind: int = 0
+) -> list[Stream]:
     """Embed prompts, int64 [L] each, with the masks of the model's attention implementation.
 
-    calls: the layers' calls by length, which all prompts of it share; those of new lengths are added.
+    calls: the layers' calls by length, which all prompts of it share; those of new lengths are added. behind: tokens
+    that come before each of the prompts, whose keys and values will be in a cache.
     """
     device, layers = loaded.weights.device, find_layer_list(loaded.model)
     calls = {} if calls is None else calls
+    cache = DynamicCache(config=loaded.model.config) if behind else None
+    for layer in () if cache is None else cache.layers:
+        if hasattr(layer, "update"):  # one of linear attention has no keys
+            layer.update(*[torch.empty(1, 1, behind, 1, device=device)] * 2)  # masks follow from the length alone
     streams = []
     with loaded.weights.put_on_device(*list_other_parts(loaded.model)):
         for index, ids in enumerate(prompts):
-            hidden, layer_calls = _record_layer_inputs(get_decoder(loaded.model), layers, ids.to(device))
+            hidden, layer_calls = _record_layer_inputs(get_decoder(loaded.model), layers, ids.to(device), cache)
             streams.append(Stream(index, hidden, calls.setdefault(len(ids), layer_calls)))
     return streams
 
@@ -214,8 +223,8 @@ class _ReachedError(Exception):
     """The last decoder layer was reached."""
 
 
-def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Calls]:
-    """Return the first layer's hidden state, and what the decoder calls each layer with besides. No layer runs."""
+def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor, cache: Any) -> tuple[Tensor, Calls]:
+    """Return the first layer's hidden state, and what the decoder calls each layer with behind a cache. None runs."""
     # what a layer gets besides the hidden state (masks of its kind, positions) does not depend on layers before it
     calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
     hidden: list[Tensor] = []
@@ -230,7 +239,7 @@ def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tu
 
     with replace_forwards(dict.fromkeys(layers, record)):
         try:
-            decoder(input_ids=ids[None], use_cache=False)
+            decoder(input_ids=ids[None], past_key_values=cache, use_cache=False)
         except _ReachedError:
             return hidden[0], calls
     raise ModelError(

@@ -85,10 +85,13 @@ def _certify_length(
         if fraction == 1:
             first_bound = certified.bound or 0.0
             floor = measure_noise(prover, prompts)
-        spent = None if fraction == 1 else fraction
-        entry = replace(
-            describe_prompts(length, prompts, answers), answers=replace(certified, noise=floor, spent=spent)
+        certified = replace(
+            certified,
+            noise=floor,
+            spent=None if fraction == 1 else fraction,
+            quoted=None if prover.executor.resident else True,
         )
+        entry = replace(describe_prompts(length, prompts, answers), answers=certified)
         log.info("%d tokens at %.0f%% of what layers spend: %s", length, 100 * fraction, certified)
         if find_budget_missed(entry, budget) is None:
             break
