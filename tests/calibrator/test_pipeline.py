@@ -165,7 +165,7 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     assert [len(part) for part in parts] == [2, 1, 3]
     assert len(set.union(*parts)) == 6
     assert record.not_proven[-1].startswith("text unlike these prompts")
-    assert contents.make_report(recipe, result).certificate == record.certificate
+    assert contents.make_report(result).certificate == record.certificate
     again, _ = run("again", **CERTIFIED)
     assert again.out.read_bytes() == recipe.out.read_bytes()
 
@@ -272,7 +272,7 @@ def test_how_many_needles_may_be_lost(needles, tmp_path):
 
 def test_the_report_says_what_the_result_is(certified):
     recipe, result = certified
-    document = json.loads(json.dumps(contents.make_report(recipe, result).to_json(), allow_nan=False))
+    document = json.loads(json.dumps(contents.make_report(result).to_json(), allow_nan=False))
     assert (document["out"], document["met"], document["problems"]) == (str(recipe.out), True, [])
     assert document["journal"] == {"path": str(recipe.journal), "reused": result.journal_reused}
     assert document["trials"] == 2 * len(result.chosen[512].groups)
