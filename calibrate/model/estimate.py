@@ -160,10 +160,14 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time and memory of a calibration: seconds by the phases' names in their order, and bytes on the device."""
+    """The time and memory of a calibration: seconds by the phases' names in their order, and bytes on the device.
+
+    verifying: seconds of the phases of `s2o-profile verify`: its own prompts' proof, or its certificate's on others.
+    """
 
     seconds: Mapping[str, float]
     memory: float
+    verifying: Mapping[str, float]
 
     @property
     def total(self) -> float:
@@ -187,12 +191,13 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     def time_both(length: int) -> float:  # both models together, with every layer's errors
         return 2 * time_forward(length) + layers * (time_attention(length) + length / rates.tokens)
 
-    def time_answers(length: int, variants: int) -> float:  # about one prompt
-        turn = on_gpu * TURN + time_forward(TURN_TOKENS) + layers * time_attention(length) * 2 * TURN_TOKENS / length
-        return (1 + variants) * (time_forward(length) + TURNS * turn)
-
     weights = sizes.parameters * number_width(recipe.device) / (DRAWN if recipe.random_weights else READ)
     read = 0.0 if sizes.resident else weights
+
+    def time_answers(length: int, prompts: int, variants: int) -> float:
+        turn = on_gpu * TURN + time_forward(TURN_TOKENS) + layers * time_attention(length) * 2 * TURN_TOKENS / length
+        return read + prompts * (1 + variants) * (time_forward(length) + TURNS * turn)
+
     measuring = read + on_gpu * COMPILING
     searching = on_gpu * COMPILING
     trials = TRIED * recipe.trials * min(layers, GROUPS * math.sqrt(layers))
@@ -206,17 +211,17 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
     timing = on_gpu * layers * sum(TRIAL + TIMED_LAYERS * time_attention(length) for length in proven)
-    proving = read + timing + PROOFS * recipe.held_out * sum(map(time_both, proven))
-    noise = weighing = scaling = 0.0
+    proof = recipe.held_out * sum(map(time_both, proven))
+    noise = weighing = scaling = noises = 0.0
     if recipe.budget.kind == "kl":
-        certifying = ATTEMPTS * recipe.num_certify * sum(time_answers(length, 1) for length in proven)
-        certifying += on_gpu * 2 * sum(time_answers(length, 1) for length in proven)
-        noise = on_gpu * 2 * time_answers(min(recipe.lengths), 1)
-        weighing = WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
-        weighing += ANSWERED * sum(time_answers(length, 3) for length in recipe.lengths)
-        scaling = ANSWERED * sum(time_answers(length, 1) for length in recipe.lengths)
+        certificate = sum(time_answers(length, recipe.num_certify, 1) for length in proven)
+        noises = on_gpu * sum(time_answers(length, 2, 1) for length in proven)
+        noise = on_gpu * time_answers(min(recipe.lengths), 2, 1)
+        weighing = 2 * read + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
+        weighing += sum(time_answers(length, ANSWERED, 3) for length in recipe.lengths)
+        scaling = sum(time_answers(length, ANSWERED, 1) for length in recipe.lengths)
     else:
-        certifying = read + ATTEMPTS * recipe.num_certify * sum(map(time_both, proven))
+        certificate = read + recipe.num_certify * sum(map(time_both, proven))
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {
         "loading the model": START * (1 + on_gpu) + weights - read,
@@ -225,11 +230,13 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "weighing layers by answers": weighing / shared,
         "searching": searching / shared,
         "measuring answers": scaling / shared,
-        "proving": proving / shared,
-        "certifying": certifying / shared if recipe.num_certify else 0.0,
+        "proving": (read + timing + PROOFS * proof) / shared,
+        "certifying": (ATTEMPTS * certificate + noises) / shared if recipe.num_certify else 0.0,
     }
+    answers = sum(time_answers(length, ANSWERED, 1 + on_gpu) for length in proven)
+    verifying = {"proving": read + proof + answers, "certifying": certificate}
     memory = _estimate_memory(recipe, sizes, geometry)
-    return Estimate({name: value for name, value in seconds.items() if value}, memory)
+    return Estimate({name: value for name, value in seconds.items() if value}, memory, verifying)
 
 
 def scale_rates(device: DeviceIdentity) -> Rates:
