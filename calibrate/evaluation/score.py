@@ -8,6 +8,7 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
+from operator import eq
 from typing import Any
 
 import torch
@@ -102,9 +103,7 @@ def score_ruler(
     while True:
         draft = draft[: question.most - 1]
         likely = forward.read_on(draft).argmax(-1).tolist()
-        same = next(
-            (place for place, pair in enumerate(zip(draft, likely, strict=False)) if len({*pair}) > 1), len(draft)
-        )
+        same = [*map(eq, draft, likely), False].index(False)
         for count in range(known + 1, same + 2):
             text = loaded.tokenizer.decode(likely[:count], skip_special_tokens=True)
             score = question.score(text)

@@ -212,10 +212,9 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
     timing = on_gpu * layers * sum(TRIAL + TIMED_LAYERS * time_attention(length) for length in proven)
     proof = recipe.held_out * sum(map(time_both, proven))
-    noise = weighing = scaling = noises = 0.0
+    noise = weighing = scaling = 0.0
     if recipe.budget.kind == "kl":
-        certificate = sum(time_answers(length, recipe.num_certify, 1) for length in proven)
-        noises = on_gpu * sum(time_answers(length, 2, 1) for length in proven)
+        certificate = sum(time_answers(length, recipe.num_certify + 2 * on_gpu, 1) for length in proven)
         noise = on_gpu * time_answers(min(recipe.lengths), 2, 1)
         weighing = 2 * read + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
         weighing += sum(time_answers(length, ANSWERED, 3) for length in recipe.lengths)
@@ -231,10 +230,10 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "searching": searching / shared,
         "measuring answers": scaling / shared,
         "proving": (read + timing + PROOFS * proof) / shared,
-        "certifying": (ATTEMPTS * certificate + noises) / shared if recipe.num_certify else 0.0,
+        "certifying": ATTEMPTS * certificate / shared if recipe.num_certify else 0.0,
     }
     answers = sum(time_answers(length, ANSWERED, 1 + on_gpu) for length in proven)
-    verifying = {"proving": read + proof + answers, "certifying": certificate}
+    verifying = seconds | {"proving": read + proof + answers, "certifying": certificate}
     memory = _estimate_memory(recipe, sizes, geometry)
     return Estimate({name: value for name, value in seconds.items() if value}, memory, verifying)
 

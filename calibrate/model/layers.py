@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ NAME = "s2o_override"  # the attention implementation, and the attribute of a mo
 ROWS = 16384  # positions that an MLP or a norm computes at a time
 BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a decoder layer: [B, L, H] -> [B, L, H]
 Attention = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]  # q, k, v [1, H, L, D] -> the output [1, Hq, L, Dv]
-Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]  # of layers: positional arguments, and others by name
+Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # of layers: positional arguments, and others by name
 
 
 @contextmanager
@@ -84,19 +83,20 @@ class Stream:
     """One prompt before its next layer.
 
     prompt: its index in the list that was given. hidden: the hidden state, [1, L, H] in the model's dtype. calls: what
-    each decoder layer is called with besides. cache: has the keys and values before these tokens, and gets theirs.
+    each decoder layer is called with besides.
     """
 
     prompt: int
     hidden: Tensor
     calls: Calls
-    cache: Any = None
 
-    def through(self, layer: nn.Module, number: int) -> Stream:
-        """Run one decoder layer. Raises ModelError if the hidden state is not finite behind it."""
+    def through(self, layer: nn.Module, number: int, cache: Any = None) -> Stream:
+        """Run one decoder layer. Raises ModelError if the hidden state is not finite behind it.
+
+        cache: has the keys and values before these tokens, and gets theirs; None keeps none.
+        """
         arguments, named = self.calls[number]
-        cache = {} if self.cache is None else {"past_key_values": self.cache}
-        output = layer(self.hidden, *arguments, **{**named, **cache})
+        output = layer(self.hidden, *arguments, **named | ({} if cache is None else {"past_key_values": cache}))
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         check_finite(hidden, "hidden state", number, self.prompt)
         return replace(self, hidden=hidden)
@@ -116,9 +116,9 @@ class DecoderLayer:
         """The device of the layer: the layers of a model may be on several GPUs."""
         return get_device_of(self.module)
 
-    def dense(self, stream: Stream) -> Stream:
+    def dense(self, stream: Stream, cache: Any = None) -> Stream:
         """Run the layer as the model has it."""
-        return stream.through(self.module, self.number)
+        return stream.through(self.module, self.number, cache)
 
     def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
         """Run the layer with S2O in its attention, which the layer must have."""
@@ -226,7 +226,7 @@ class _ReachedError(Exception):
 def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor, cache: Any) -> tuple[Tensor, Calls]:
     """Return the first layer's hidden state, and what the decoder calls each layer with behind a cache. None runs."""
     # what a layer gets besides the hidden state (masks of its kind, positions) does not depend on layers before it
-    calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hidden: list[Tensor] = []
 
     def record(*arguments: Any, **named: Any) -> Tensor:
@@ -260,10 +260,7 @@ Through = Callable[[DecoderLayer, Stream], Stream]  # runs a layer in another wa
 
 
 class LayerwiseForward:
-    """Prompts on their way through a model: `streams`, before layer `number` of `layers`.
-
-    Streams that are one object are moved once where a layer runs as the model has it.
-    """
+    """Prompts on their way through a model: `streams`, before layer `number` of `layers`."""
 
     def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
         self._loaded, self.streams = loaded, list(streams)
@@ -283,20 +280,9 @@ class LayerwiseForward:
         layer = self.next_layer
         self.number += 1
         per_stream = through if isinstance(through, Sequence) else [through] * len(self.streams)
-        count = Counter(map(id, self.streams))
-        moved: dict[int, Stream] = {}  # streams that are there several times
         with put_layer_on_device(self._loaded, layer):
             for index, run in enumerate(per_stream):
-                stream = self.streams[index]
-                if run is not None:
-                    self.streams[index] = run(layer, stream)
-                elif count[id(stream)] == 1:
-                    self.streams[index] = layer.dense(stream)
-                else:
-                    if id(stream) not in moved:
-                        moved[id(stream)] = layer.dense(stream)
-                    self.streams[index] = moved[id(stream)]
-                del stream  # its hidden state is not needed while the caller works on the next
+                self.streams[index] = (run or DecoderLayer.dense)(layer, self.streams[index])
                 yield index
 
     def move(self, through: Through | Sequence[Through | None] | None = None) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,15 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import DynamicCache
 
-from calibrate.model.layers import (
-    Calls,
-    DecoderLayer,
-    LayerwiseForward,
-    Stream,
-    begin,
-    list_decoder_layers,
-)
-from calibrate.model.logits import compare_log_probs, put_logits_on_device
+from calibrate.model.layers import Calls, DecoderLayer, Stream, begin, list_decoder_layers, put_layer_on_device
+from calibrate.model.logits import Logits, compare_log_probs, put_logits_on_device
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import Question, ask_about
@@ -60,22 +53,20 @@ Patch = Callable[[], AbstractContextManager[None]]  # inside the block a prefill
 class PromptAnswers:
     """The answers to one prompt's questions by one variant of the model, beside the dense model's.
 
-    first: the mean KL of each question's answer, in nats per token. second: of the next question's, asked behind it.
-    eighths: of each question, the part of the prompt that it is about. found: the needles that the prompt itself asks
-    for and the dense model finds. kept: those of them that this variant finds too, or nearly (`layers.KEPT_WITHIN`).
+    first: the mean KL of each question's answer, in nats per token; they are about the parts of the prompt in order.
+    second: of the next question's, asked behind it. found: the needles that the prompt itself asks for and the dense
+    model finds. kept: those of them that this variant finds too, or nearly (`layers.KEPT_WITHIN`).
     """
 
     first: tuple[float, ...]
     second: tuple[float, ...]
-    eighths: tuple[int, ...]
     found: int
     kept: int
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PromptAnswers:
         """Return the answers that an item of work or a journal has as JSON."""
-        parts: dict[str, Any] = {name: tuple(part) if isinstance(part, list) else part for name, part in value.items()}
-        return cls(**parts)
+        return cls(tuple(value["first"]), tuple(value["second"]), value["found"], value["kept"])
 
     @property
     def kl(self) -> float:
@@ -83,13 +74,9 @@ class PromptAnswers:
         return statistics.fmean(self.first)
 
 
-def summarise_eighths(prompts: Sequence[PromptAnswers]) -> list[float]:
-    """Return the mean KL of the questions about each part of the prompts that has any."""
-    by_eighth: dict[int, list[float]] = {}
-    for prompt in prompts:
-        for eighth, kl in zip(prompt.eighths, prompt.first, strict=True):
-            by_eighth.setdefault(eighth, []).append(kl)
-    return [statistics.fmean(by_eighth[eighth]) for eighth in sorted(by_eighth)]
+def find_worst_eighth(prompts: Sequence[PromptAnswers]) -> float:
+    """Return the largest mean KL of the questions about one part of prompts of one length."""
+    return max(map(statistics.fmean, zip(*(prompt.first for prompt in prompts), strict=True)))
 
 
 def measure_answers(
@@ -172,20 +159,19 @@ class Turns:
     """Questions about a prompt with answers, each followed by the next question with its own.
 
     ids: int64 [turns, T]. rows: those before the answers' tokens, as many of the first question as of the second.
-    eighths: the part of the prompt that each first question is about.
     """
 
     ids: Tensor
     rows: list[int]
-    eighths: tuple[int, ...]
 
     @classmethod
-    def from_answered(cls, questions: Sequence[Question], answered: Sequence[list[int]]) -> Turns:
-        """Join questions, of which `answered` has the tokens with those of the answers."""
+    def from_questions(cls, questions: Sequence[Question]) -> Turns:
+        """Join questions and their answers."""
+        answered = [question.ids + question.answer for question in questions]
         ids = [first + second for first, second in zip(answered, answered[1:] + answered[:1], strict=True)]
         asked, length = len(questions[0].ids), len(answered[0])
         rows = [*range(asked - 1, length - 1), *range(length + asked - 1, 2 * length - 1)]
-        return cls(torch.tensor(ids), rows, tuple(question.eighth for question in questions))
+        return cls(torch.tensor(ids), rows)
 
 
 @dataclass(frozen=True)
@@ -218,33 +204,34 @@ class DenseAnswers:
             for rows, needle, log_prob in self.needles
         )
         first, second = (tuple(part.mean(1).tolist()) for part in (kl[:, :tokens], kl[:, tokens:]))
-        return PromptAnswers(first, second, self.turns.eighths, len(self.needles), kept)
+        return PromptAnswers(first, second, len(self.needles), kept)
 
 
 def answer_densely(loaded: LoadedModel, prompt: Prompt) -> DenseAnswers:
     """Let the dense model answer, each question by itself and then the next one behind it."""
     cache, last = prefill(loaded, prompt)
     questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
-    turns = Turns.from_answered(questions, revise_answers(loaded, cache, questions))
+    turns = Turns.from_questions(revise_answers(loaded, cache, questions))
     return DenseAnswers.from_log_probs(prompt, turns, last, follow(loaded, cache, turns.ids, turns.rows))
 
 
-def revise_answers(loaded: LoadedModel, cache: Any, questions: Sequence[Question]) -> list[list[int]]:
-    """Return each question with what the model itself answers: the document's answer, revised by the model.
+def revise_answers(loaded: LoadedModel, cache: Any, questions: Sequence[Question]) -> Sequence[Question]:
+    """Return the questions with what the model itself answers: the document's answer, revised by the model.
 
     Every pass replaces all tokens of the answers by the most likely ones, which makes at least one more of them final,
     so an answer that the document has nearly right takes two or three passes where generation takes one for each token.
     After `MAX_REVISIONS` passes the answers are taken as they are.
     """
-    asked, answers = len(questions[0].ids), [question.answer for question in questions]
-    rows = range(asked - 1, asked + len(answers[0]) - 1)
+    asked = len(questions[0].ids)
+    rows = range(asked - 1, asked + len(questions[0].answer) - 1)
     for _ in range(MAX_REVISIONS):
-        turns = torch.tensor([question.ids + answer for question, answer in zip(questions, answers, strict=True)])
-        likely: list[list[int]] = follow(loaded, cache, turns, rows).argmax(-1).tolist()
-        if likely == answers:
+        turns = torch.tensor([question.ids + question.answer for question in questions])
+        likely = follow(loaded, cache, turns, rows).argmax(-1).tolist()
+        revised = [replace(question, answer=answer) for question, answer in zip(questions, likely, strict=True)]
+        if revised == questions:
             break
-        answers = likely
-    return [question.ids + answer for question, answer in zip(questions, answers, strict=True)]
+        questions = revised
+    return questions
 
 
 def compare_answers(loaded: LoadedModel, prompt: Prompt, dense: DenseAnswers, patch: Patch) -> PromptAnswers:
@@ -298,67 +285,54 @@ def copy_cache(cache: Any, turns: Tensor) -> Iterator[tuple[Tensor, Any]]:
 def read_by_layer(
     worker: WorkerState, prompts: Sequence[Prompt], patches: Sequence[Patch]
 ) -> list[list[PromptAnswers]]:
-    """Compare the documents' own answers behind patched and dense prefills, with one layer at a time on the device.
-
-    A prompt's keys and values are there only until its turns have followed it through the layer.
-    """
-    loaded, ways = worker.loaded, [nullcontext, *patches]
-    turns = [quote_answers(loaded, prompt) for prompt in prompts]
-    caches: list[DynamicCache] = []
-
-    def read(patch: Patch, layer: DecoderLayer, prompt: Stream) -> Stream:
-        caches.append(DynamicCache(config=loaded.model.config))
-        with patch():
-            moved = layer.dense(replace(prompt, cache=caches[-1]))
-        if layer.attention is not None and caches[-1].get_seq_length(layer.number) != prompts[0].length:
-            raise ModelError(
-                f"layer {layer.number} keeps its keys and values elsewhere than in transformers' cache: use "
-                "--budget-rel-mse 1e-3, for which no answers are read"
-            )
-        return replace(moved, cache=None)
-
-    def answer(layer: DecoderLayer, asked: Stream) -> Stream:
-        parts = copy_cache(caches.pop(), asked.hidden)
-        pieces = [layer.dense(replace(asked, hidden=part, cache=copied)).hidden for part, copied in parts]
-        return replace(asked, hidden=torch.cat(pieces))
-
-    forward = LayerwiseForward(loaded, _begin_reading(worker, prompts, turns, len(ways)))
-    through = [run for _ in prompts for way in ways for run in (partial(read, way), answer)]
-    while forward.number < len(forward.layers):
-        forward.move(through)
-    pairs, results = zip(forward.streams[::2], forward.streams[1::2], strict=True), []
+    """Compare the documents' own answers behind patched prefills with those behind the dense one, layer by layer."""
+    loaded, texts = worker.loaded, [prompt.ids for prompt in prompts]
+    turns = [Turns.from_questions(ask_about(loaded.tokenizer, text.tolist())) for text in texts]
+    calls: dict[int, Calls] = {}
+    begun = [begin(loaded, list(of_prompt.ids), calls, len(texts[0])) for of_prompt in turns]
+    behind = [replace(first, hidden=torch.cat([turn.hidden for turn in (first, *others)])) for first, *others in begun]
+    streams = zip(begin(loaded, texts, worker.cached("calls of patched layers", dict)), behind, strict=True)
+    readings = [[Reading(patch, *pair) for patch in (nullcontext, *patches)] for pair in streams]
+    for layer in list_decoder_layers(loaded.model):
+        with put_layer_on_device(loaded, layer):
+            for reading in chain.from_iterable(readings):
+                reading.move(loaded, layer)
+    results = []
     with put_logits_on_device(loaded) as logits:
-
-        def predict(hidden: Tensor) -> Tensor:
-            return logits(hidden.flatten(0, 1)[None])[0].float().log_softmax(-1).unflatten(0, hidden.shape[:2])
-
-        for prompt, asked in zip(prompts, turns, strict=True):
-            rows = -count_needle_rows(prompt)
-            outputs = (
-                (predict(text.hidden[:, rows:])[0], predict(answers.hidden[:, asked.rows]))
-                for text, answers in islice(pairs, len(ways))
-            )
-            dense = DenseAnswers.from_log_probs(prompt, asked, *next(outputs))
+        for prompt, of_prompt, by_variant in zip(prompts, turns, readings, strict=True):
+            outputs = (reading.predict(logits, count_needle_rows(prompt), of_prompt.rows) for reading in by_variant)
+            dense = DenseAnswers.from_log_probs(prompt, of_prompt, *next(outputs))
             results.append([dense.compare(*output) for output in outputs])
     return results
 
 
-def quote_answers(loaded: LoadedModel, prompt: Prompt) -> Turns:
-    """Return the questions about a prompt with the answers that its own text gives."""
-    questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
-    return Turns.from_answered(questions, [question.ids + question.answer for question in questions])
+@dataclass
+class Reading:
+    """A prompt and its turns, [turns, T, H], on their way through one variant of a model, layer by layer."""
 
+    patch: Patch
+    text: Stream
+    turns: Stream
 
-def _begin_reading(worker: WorkerState, prompts: Sequence[Prompt], turns: Sequence[Turns], ways: int) -> list[Stream]:
-    """Embed each prompt, and its turns as one stream behind it, so many times."""
-    calls: dict[int, Calls] = {}
-    streams = []
-    texts = begin(worker.loaded, [prompt.ids for prompt in prompts], worker.cached("calls of patched layers", dict))
-    for text, asked in zip(texts, turns, strict=True):
-        each = begin(worker.loaded, list(asked.ids), calls, prompts[0].length)
-        batch = replace(text, hidden=torch.cat([turn.hidden for turn in each]), calls=each[0].calls)
-        streams += [text, batch] * ways
-    return streams
+    def move(self, loaded: LoadedModel, layer: DecoderLayer) -> None:
+        """Run a layer, and keep what the prompt leaves in a cache until its turns have followed it."""
+        cache = DynamicCache(config=loaded.model.config)
+        with self.patch():
+            self.text = layer.dense(self.text, cache)
+        if layer.attention is not None and not cache.get_seq_length(layer.number):
+            raise ModelError(
+                f"layer {layer.number} leaves no keys in transformers' cache, which answers need: use --budget-rel-mse"
+            )
+        parts = copy_cache(cache, self.turns.hidden)
+        pieces = [layer.dense(replace(self.turns, hidden=part), copied).hidden for part, copied in parts]
+        self.turns = replace(self.turns, hidden=torch.cat(pieces))
+
+    def predict(self, logits: Logits, last: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of so many last rows of the prompt, and those at some rows of the turns."""
+        asked = self.turns.hidden[:, rows]
+        both = torch.cat([self.text.hidden[0, -last:], asked.flatten(0, 1)])
+        log_probs = logits(both[None])[0].float().log_softmax(-1)
+        return log_probs[:last], log_probs[last:].unflatten(0, asked.shape[:2])
 
 
 @contextmanager

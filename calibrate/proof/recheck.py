@@ -21,7 +21,7 @@ from calibrate.profiles.stored import check_sizes, read_recipe
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import describe_over_limit, find_lost_needles
-from calibrate.proof.answers import measure_answers, summarise_eighths
+from calibrate.proof.answers import find_worst_eighth, measure_answers
 from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability, compute_mean_of_kinds
 from calibrate.proof.certify import MIN_GROUPS, TextGroups, count_retrieval
 from calibrate.proof.certify_answers import CAP, build_answer_certificate
@@ -160,7 +160,7 @@ def _measure_answers(prover: Prover, profile: Profile, prompts: Sequence[Prompt]
     kls, *noise = measure_answers(prover, prompts[:ANSWERED], [profile], noise=on_gpu)
     return {
         "kl": statistics.fmean(prompt.kl for prompt in kls),
-        "worst_eighth": max(summarise_eighths(kls)),
+        "worst_eighth": find_worst_eighth(kls),
         "second_turn": statistics.fmean(kl for prompt in kls for kl in prompt.second),
         "noise": statistics.fmean(prompt.kl for prompt in noise[0]) if noise else None,
         "quoted": not prover.executor.resident,
