@@ -203,8 +203,8 @@ def run(
         expected = estimate.seconds if estimate else {}
         result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
     try:
-        result = replace(result, report=make_report(recipe, result, command=command))
-        files, failure = write_report(result.report, recipe.out)
+        result = replace(result, report=make_report(result, command))
+        files, failure = write_report(result.report, result.recipe.out)
         return replace(result, report_files=tuple(files), report_failure=failure)
     except Exception as error:  # a report that fails, for whatever reason, takes no profile away
         return replace(result, report_failure=f"the report cannot be written ({get_first_line(error)})")

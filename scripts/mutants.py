@@ -100,7 +100,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     # what the answers' certificate and their budget rest on
     ("calibrate/proof/certify_answers.py", "tests/proof/test_certify_answers.py", (
-        ("the worst eighth of the prompts may be anything", "max(summarise_eighths(answers))", "0.0"),
+        ("the worst eighth of the prompts may be anything", "find_worst_eighth(answers)", "0.0"),
     )),
     ("calibrate/proof/weigh.py", "tests/proof/test_weigh.py", (
         ("what is predicted of answers is taken for measured", "allocate(spent), powers", "allocate(budget), powers"),

@@ -125,10 +125,10 @@ def _run(flags: Flags) -> int:
         is_gain = result.report is None or is_worthwhile(result.report)
         print_lines(
             [
-                f"wrote {recipe.out} in {time.monotonic() - start:.0f} s",
+                f"wrote {result.recipe.out} in {time.monotonic() - start:.0f} s",
                 *(f"wrote the report {path}" for path in result.report_files[-1:]),
-                f"look at it: s2o-profile show {shlex.quote(str(recipe.out))}",
-                *([f"deploy it: {patch_call(str(recipe.out))}"] if is_gain else []),
+                f"look at it: s2o-profile show {shlex.quote(str(result.recipe.out))}",
+                *([f"deploy it: {patch_call(str(result.recipe.out))}"] if is_gain else []),
             ],
             console,
         )

@@ -207,7 +207,7 @@ def verify(flags: Flags) -> int:
     phases, seconds = ("loading the model", "proving" if seed is None else "certifying"), dict[str, float]()
 
     def announce(recipe: Recipe, preflight: Preflight) -> None:
-        expected = estimate(recipe, preflight.sizes, preflight.geometry, device).seconds
+        expected = estimate(recipe, preflight.sizes, preflight.geometry, device).verifying
         seconds.update({phase: expected[phase] for phase in phases})
         count = recipe.held_out if seed is None else recipe.num_certify
         text = f"{count} of each length, {replace_prompts(recipe, prompts).prompt_source}"

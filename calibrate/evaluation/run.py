@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,6 +26,7 @@ from calibrate.model.layers import with_attention
 from calibrate.model.models import LoadedModel
 from calibrate.progress import show_progress
 from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import encode
 from calibrate.recipe import DEFAULT_LAST_ROWS, LAST_PART
 from calibrate.record import read_record
 from s2o_runtime.config import LayerConfig
@@ -197,7 +198,8 @@ def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
                 prompt = build(case, plan, evaluation.loaded.tokenizer, evaluation.user_prompts)
                 reference = _predict_densely(evaluation, case, prompt) if case.task == AGREEMENT else None
                 for _, variant in group:
-                    result = _measure(evaluation, prompt, variant, reference, timed=case.task == TIME)
+                    dense = journal.get(case.task, case.key(compared[0].identity))
+                    result = _measure(evaluation, prompt, variant, reference, dense, timed=case.task == TIME)
                     journal.put(case.task, case.key(variant.identity), result)
                     step(f"{case.task} at {case.length} tokens")
             except torch.OutOfMemoryError as error:
@@ -216,9 +218,17 @@ def _predict_densely(evaluation: Evaluation, case: Case, prompt: AnyPrompt) -> t
 
 
 def _measure(
-    evaluation: Evaluation, prompt: AnyPrompt, variant: Variant, reference: tuple[Tensor, Tensor] | None, timed: bool
+    evaluation: Evaluation,
+    prompt: AnyPrompt,
+    variant: Variant,
+    reference: tuple[Tensor, Tensor] | None,
+    dense: Mapping[str, Any] | None,
+    timed: bool,
 ) -> dict[str, Any]:
-    """Return a variant's result on a prompt: its time, what differs from dense's predictions, or its answers."""
+    """Return a variant's result on a prompt: its time, what differs from dense's predictions, or its answers.
+
+    dense: the dense model's result, if it is there: a variant writes nearly the same text.
+    """
     loaded = evaluation.loaded
     with run_as(loaded.model, variant):
         if timed:
@@ -227,7 +237,8 @@ def _measure(
         stats = collect_run_stats(variant)
     # behind the variant's prompt, but read with dense attention, as decoding always is
     if isinstance(prompt, RulerQuestion):
-        return score.score_ruler(loaded, forward, prompt) | stats
+        draft = prompt.answer if dense is None else encode(loaded.tokenizer, dense["text"])
+        return score.score_ruler(loaded, forward, prompt, draft) | stats
     if reference is not None:
         return score.compare_predictions(forward, *reference) | stats
     return score.score_answers(forward, prompt) | stats

@@ -8,6 +8,7 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
+from operator import eq
 from typing import Any
 
 import torch
@@ -41,24 +42,17 @@ class ForwardPass:
         self.cache: Any = outputs.past_key_values if cache else None
 
     @torch.no_grad()
-    def predict(self, token: int | None = None) -> int:
-        """Return the most likely token after the prompt, or after a token behind the cache, which stays there."""
-        hidden = self.hidden[-1:] if token is None else self._read([token])
-        return int(self._logits(hidden[None])[0, 0].argmax())
+    def read_on(self, tokens: Sequence[int]) -> Tensor:
+        """Return the log-probabilities behind the prompt and behind each of some tokens T after it, float32 [T + 1, V].
 
-    @torch.no_grad()
-    def score_answer(self, answer: Sequence[int]) -> float:
-        """Return the log-likelihood in nats of an answer behind the cache; all but its last token stay there."""
-        hidden = torch.cat([self.hidden[-1:], *([self._read(answer[:-1])] if answer[1:] else [])])
-        log_probs = self._logits(hidden[None])[0].float().log_softmax(-1)
-        return float(log_probs[range(len(answer)), answer].double().sum())
-
-    def _read(self, tokens: Sequence[int]) -> Tensor:
-        """Return the hidden states [R, H] of tokens behind the cache, in which they stay."""
-        ids = torch.tensor([list(tokens)], device=self.ids.device)
-        outputs = self._decoder(input_ids=ids, past_key_values=self.cache, use_cache=True)
-        hidden: Tensor = outputs.last_hidden_state[0]
-        return hidden
+        The cache stays as it is.
+        """
+        hidden = self.hidden[-1:]
+        if tokens:
+            ids, cache = torch.tensor([list(tokens)], device=self.ids.device), copy.deepcopy(self.cache)
+            outputs = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+            hidden = torch.cat([hidden, outputs.last_hidden_state[0]])
+        return self._logits(hidden[None])[0].float().log_softmax(-1)
 
     def log_probs(self, positions: Tensor) -> Iterator[Tensor]:
         """Yield the log-probabilities of the token after each of these positions [R], float32 [r, V] at a time.
@@ -93,25 +87,30 @@ def score_answers(forward: ForwardPass, prompt: Prompt) -> dict[str, Any]:
     return {"score": score, "correct": correct, "log_likelihood": log_likelihood, "answer_tokens": len(positions)}
 
 
-def score_ruler(loaded: LoadedModel, forward: ForwardPass, question: RulerQuestion) -> dict[str, Any]:
+def score_ruler(
+    loaded: LoadedModel, forward: ForwardPass, question: RulerQuestion, draft: Sequence[int]
+) -> dict[str, Any]:
     """Score what a model writes greedily behind a prompt by RULER's metric, and the right answer's log-likelihood.
 
-    The cache is used up. log_likelihood: in nats, of `answer_tokens` tokens.
+    draft: tokens that it may write, read all at once: those up to the first that it would not write change no text, and
+    each pass corrects the rest. log_likelihood: in nats, of `answer_tokens` tokens.
     """
-    unused = copy.deepcopy(forward.cache)
-    log_likelihood = forward.score_answer(question.answer)
-    forward.cache = unused
+    answer = question.answer
+    log_likelihood = float(forward.read_on(answer[:-1])[range(len(answer)), answer].double().sum())
     end = getattr(loaded.model.generation_config, "eos_token_id", None)
     ends = {end} if isinstance(end, int) else set(end or ())
-    tokens = [forward.predict()]
+    known = 0  # tokens of the draft that are the model's own
     while True:
-        text = loaded.tokenizer.decode(tokens, skip_special_tokens=True)
-        score = question.score(text)
-        # the metric looks for words anywhere in the text: once all are there, what follows cannot change it
-        if score == 1 or len(tokens) == question.most or tokens[-1] in ends:
-            break
-        tokens.append(forward.predict(tokens[-1]))
-    return {"score": score, "text": text, "log_likelihood": log_likelihood, "answer_tokens": len(question.answer)}
+        draft = draft[: question.most - 1]
+        likely = forward.read_on(draft).argmax(-1).tolist()
+        same = [*map(eq, draft, likely), False].index(False)
+        for count in range(known + 1, same + 2):
+            text = loaded.tokenizer.decode(likely[:count], skip_special_tokens=True)
+            score = question.score(text)
+            # the metric looks for words anywhere in the text: once all are there, what follows cannot change it
+            if score == 1 or count == question.most or likely[count - 1] in ends:
+                return {"score": score, "text": text, "log_likelihood": log_likelihood, "answer_tokens": len(answer)}
+        draft, known = likely, same + 1
 
 
 def sample_positions(length: int, rng: random.Random) -> Tensor:

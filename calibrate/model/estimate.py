@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -162,10 +163,14 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time and memory of a calibration: seconds by the phases' names in their order, and bytes on the device."""
+    """The time and memory of a calibration: seconds by the phases' names in their order, and bytes on the device.
+
+    verifying: seconds of the phases of `s2o-profile verify`: its own prompts' proof, or its certificate's on others.
+    """
 
     seconds: Mapping[str, float]
     memory: float
+    verifying: Mapping[str, float]
 
     @property
     def total(self) -> float:
@@ -194,12 +199,14 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         rows = min(length, WINDOWS * WINDOW_ROWS)
         return time_patched(length) + layers * (time_attention(length) * rows / length + rows / rates.tokens)
 
-    def time_answers(length: int, dense: float, variants: float) -> float:  # about one prompt
-        turn = on_gpu * TURN + time_forward(TURN_TOKENS) + layers * time_attention(length) * 2 * TURN_TOKENS / length
-        return dense * (time_forward(length) + REVISED * turn) + variants * (time_patched(length) + TURNS * turn)
-
     weights = sizes.parameters * number_width(recipe.device) / (DRAWN if recipe.random_weights else READ)
     read = 0.0 if sizes.resident else weights
+
+    def time_answers(length: int, prompts: int, dense: float, variants: float) -> float:
+        turn = on_gpu * TURN + time_forward(TURN_TOKENS) + layers * time_attention(length) * 2 * TURN_TOKENS / length
+        answering = dense * (time_forward(length) + REVISED * turn)
+        return read + prompts * (answering + variants * (time_patched(length) + TURNS * turn))
+
     measuring = read + on_gpu * COMPILING
     searching = on_gpu * COMPILING
     trials = TRIED * recipe.trials * min(layers, GROUPS * math.sqrt(layers))
@@ -212,20 +219,32 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         timed = TIMED if time_attention(length) < LONG_CALL_S else TIMED_ALONE
         searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
-    timing = on_gpu * layers * sum(
-        TRIAL + time_attention(at) * (TIMED_LAYERS if time_attention(at) < LONG_CALL_S else TIMED_ONCE) for at in proven
+    timing = (
+        on_gpu
+        * layers
+        * sum(
+            TRIAL + time_attention(at) * (TIMED_LAYERS if time_attention(at) < LONG_CALL_S else TIMED_ONCE)
+            for at in proven
+        )
     )
-    proving = read + timing + recipe.held_out * sum(time_forward(at) + PROOFS * time_errors(at) for at in proven)
+
+    def time_proof(often: float, prompts: int = recipe.held_out) -> float:  # the dense model reads a prompt once
+        return read + prompts * sum(time_forward(at) + often * time_errors(at) for at in proven)
+
     noise = weighing = scaling = 0.0
     if recipe.budget.kind == "kl":
-        certifying = recipe.num_certify * sum(time_answers(length, 1, LOOKS) for length in proven)
-        certifying += sum(on_gpu * 2 * time_answers(at, 0, 1) + recipe.held_out * time_errors(at) for at in proven) + timing
-        noise = on_gpu * 2 * time_answers(min(recipe.lengths), 1, 1)
-        weighing = WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
-        weighing += ANSWERED * sum(time_answers(length, 1, 2) for length in recipe.lengths)
-        scaling = recipe.held_out * sum(time_answers(length, 0.5, 1) for length in recipe.lengths)
+
+        def certify(often: float) -> float:
+            return sum(time_answers(length, recipe.num_certify, 1, often) for length in proven)
+
+        certifying = certify(LOOKS) + timing + recipe.held_out * sum(map(time_errors, proven))  # less is proven again
+        noise = on_gpu * time_answers(min(recipe.lengths), 2, 1, 1)
+        weighing = 2 * read + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
+        weighing += sum(time_answers(length, ANSWERED, 1, 2) for length in recipe.lengths)
+        scaling = sum(time_answers(length, recipe.held_out, 0.5, 1) for length in recipe.lengths)
     else:
-        certifying = read + recipe.num_certify * sum(time_forward(at) + ATTEMPTS * time_errors(at) for at in proven)
+        certify = partial(time_proof, prompts=recipe.num_certify)
+        certifying = certify(ATTEMPTS)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {
         "loading the model": START * (1 + on_gpu) + weights - read,
@@ -234,11 +253,13 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "weighing layers by answers": weighing / shared,
         "searching": searching / shared,
         "measuring answers": scaling / shared,
-        "proving": proving / shared,
+        "proving": (timing + time_proof(PROOFS)) / shared,
         "certifying": certifying / shared if recipe.num_certify else 0.0,
     }
+    answers = sum(time_answers(length, ANSWERED, 1, 1 + on_gpu) for length in proven)
+    verifying = seconds | {"proving": time_proof(1) + answers, "certifying": certify(1)}
     memory = _estimate_memory(recipe, sizes, geometry)
-    return Estimate({name: value for name, value in seconds.items() if value}, memory)
+    return Estimate({name: value for name, value in seconds.items() if value}, memory, verifying)
 
 
 def scale_rates(device: DeviceIdentity) -> Rates:

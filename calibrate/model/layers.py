@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from calibrate.model.models import LoadedModel
 from s2o_runtime.attention.api import s2o_attention
@@ -35,7 +34,7 @@ NAME = "s2o_override"  # the attention implementation, and the attribute of a mo
 ROWS = 16384  # positions that an MLP or a norm computes at a time
 BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a decoder layer: [B, L, H] -> [B, L, H]
 Attention = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]  # q, k, v [1, H, L, D] -> the output [1, Hq, L, Dv]
-Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]  # of layers: positional arguments, and others by name
+Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # of layers: positional arguments, and others by name
 
 
 @contextmanager
@@ -91,10 +90,13 @@ class Stream:
     hidden: Tensor
     calls: Calls
 
-    def through(self, layer: nn.Module, number: int) -> Stream:
-        """Run one decoder layer. Raises ModelError if the hidden state is not finite behind it."""
+    def through(self, layer: nn.Module, number: int, cache: Any = None) -> Stream:
+        """Run one decoder layer. Raises ModelError if the hidden state is not finite behind it.
+
+        cache: has the keys and values before these tokens, and gets theirs; None keeps none.
+        """
         arguments, named = self.calls[number]
-        output = layer(self.hidden, *arguments, **named)
+        output = layer(self.hidden, *arguments, **named | ({} if cache is None else {"past_key_values": cache}))
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         check_finite(hidden, "hidden state", number, self.prompt)
         return replace(self, hidden=hidden)
@@ -114,9 +116,9 @@ class DecoderLayer:
         """The device of the layer: the layers of a model may be on several GPUs."""
         return get_device_of(self.module)
 
-    def dense(self, stream: Stream) -> Stream:
+    def dense(self, stream: Stream, cache: Any = None) -> Stream:
         """Run the layer as the model has it."""
-        return stream.through(self.module, self.number)
+        return stream.through(self.module, self.number, cache)
 
     def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
         """Run the layer with S2O in its attention, which the layer must have."""
@@ -160,17 +162,24 @@ def list_other_parts(model: Any) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
+def begin(
+    loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None, behind: int = 0
+) -> list[Stream]:
     """Embed prompts, int64 [L] each, with the masks of the model's attention implementation.
 
-    calls: the layers' calls by length, which all prompts of it share; those of new lengths are added.
+    calls: the layers' calls by length, which all prompts of it share; those of new lengths are added. behind: tokens
+    that come before each of the prompts, whose keys and values will be in a cache.
     """
     device, layers = loaded.weights.device, find_layer_list(loaded.model)
     calls = {} if calls is None else calls
+    cache = DynamicCache(config=loaded.model.config) if behind else None
+    for layer in () if cache is None else cache.layers:
+        if hasattr(layer, "update"):  # one of linear attention has no keys
+            layer.update(*[torch.empty(1, 1, behind, 1, device=device)] * 2)  # masks follow from the length alone
     streams = []
     with loaded.weights.put_on_device(*list_other_parts(loaded.model)):
         for index, ids in enumerate(prompts):
-            hidden, layer_calls = _record_layer_inputs(get_decoder(loaded.model), layers, ids.to(device))
+            hidden, layer_calls = _record_layer_inputs(get_decoder(loaded.model), layers, ids.to(device), cache)
             streams.append(Stream(index, hidden, calls.setdefault(len(ids), layer_calls)))
     return streams
 
@@ -214,10 +223,10 @@ class _ReachedError(Exception):
     """The last decoder layer was reached."""
 
 
-def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Calls]:
-    """Return the first layer's hidden state, and what the decoder calls each layer with besides. No layer runs."""
+def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor, cache: Any) -> tuple[Tensor, Calls]:
+    """Return the first layer's hidden state, and what the decoder calls each layer with behind a cache. None runs."""
     # what a layer gets besides the hidden state (masks of its kind, positions) does not depend on layers before it
-    calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hidden: list[Tensor] = []
 
     def record(*arguments: Any, **named: Any) -> Tensor:
@@ -230,7 +239,7 @@ def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tu
 
     with replace_forwards(dict.fromkeys(layers, record)):
         try:
-            decoder(input_ids=ids[None], use_cache=False)
+            decoder(input_ids=ids[None], past_key_values=cache, use_cache=False)
         except _ReachedError:
             return hidden[0], calls
     raise ModelError(
@@ -251,10 +260,7 @@ Through = Callable[[DecoderLayer, Stream], Stream]  # runs a layer in another wa
 
 
 class LayerwiseForward:
-    """Prompts on their way through a model: `streams`, before layer `number` of `layers`.
-
-    Streams that are one object are moved once where a layer runs as the model has it.
-    """
+    """Prompts on their way through a model: `streams`, before layer `number` of `layers`."""
 
     def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
         self._loaded, self.streams = loaded, list(streams)
@@ -274,20 +280,9 @@ class LayerwiseForward:
         layer = self.next_layer
         self.number += 1
         per_stream = through if isinstance(through, Sequence) else [through] * len(self.streams)
-        count = Counter(map(id, self.streams))
-        moved: dict[int, Stream] = {}  # streams that are there several times
         with put_layer_on_device(self._loaded, layer):
             for index, run in enumerate(per_stream):
-                stream = self.streams[index]
-                if run is not None:
-                    self.streams[index] = run(layer, stream)
-                elif count[id(stream)] == 1:
-                    self.streams[index] = layer.dense(stream)
-                else:
-                    if id(stream) not in moved:
-                        moved[id(stream)] = layer.dense(stream)
-                    self.streams[index] = moved[id(stream)]
-                del stream  # its hidden state is not needed while the caller works on the next
+                self.streams[index] = (run or DecoderLayer.dense)(layer, self.streams[index])
                 yield index
 
     def move(self, through: Through | Sequence[Through | None] | None = None) -> None:

@@ -22,16 +22,15 @@ ASK = "\n\nRepeat the text above from these words on:\n"
 class Question:
     """A question about one part of a prompt.
 
-    ids: the tokens of the question. answer: those of the document that answer it. eighth: the part's number, from 0.
+    ids: the tokens of the question. answer: those of the document that answer it.
     """
 
     ids: list[int]
     answer: list[int]
-    eighth: int
 
 
 def ask_about(tokenizer: Any, ids: Sequence[int]) -> list[Question]:
-    """Return a question about each eighth of a prompt, or of as many equal parts as it has room for.
+    """Return a question about each eighth of a prompt, or of as many equal parts as it has room for, in their order.
 
     The same token ids give the same questions.
     """
@@ -42,5 +41,5 @@ def ask_about(tokenizer: Any, ids: Sequence[int]) -> list[Question]:
         first, end = part * len(ids) // parts, (part + 1) * len(ids) // parts - QUOTED - ANSWERED
         at = rng.randrange(first, max(end, first + 1))
         quote, answer = ids[at : at + QUOTED], ids[at + QUOTED : at + QUOTED + ANSWERED]
-        questions.append(Question([*ask, *quote], list(answer), part * EIGHTHS // parts))
+        questions.append(Question([*ask, *quote], list(answer)))
     return questions

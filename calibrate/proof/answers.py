@@ -2,8 +2,9 @@
 
 The patched model prefills a prompt once. Each question (`prompts.questions`) is then a turn of its own behind that
 cache, and a further question a second turn behind it. A turn's own rows are dense, as they are where few queries stand
-behind a long prefix, so what differs is what the prefill left in the cache. Answers are the dense model's own, or the
-document's, revised towards them.
+behind a long prefix, so what differs is what the prefill left in the cache. Answers are the dense model's own: the
+document's, revised towards them. Those of a model that is not whole on the device are the document's as they are,
+because revising would read the weights again for each pass.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from transformers import DynamicCache
 
-from calibrate.model.layers import list_decoder_layers
-from calibrate.model.logits import compare_log_probs
+from calibrate.model.layers import Calls, DecoderLayer, Stream, begin, list_decoder_layers, put_layer_on_device
+from calibrate.model.logits import Logits, compare_log_probs, put_logits_on_device
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import Question, ask_about
@@ -33,8 +37,9 @@ from calibrate.proof.layers import (
     make_layer_state,
 )
 from calibrate.proof.verify import Prover
-from calibrate.work.executor import WorkerState, measure_items
-from s2o_runtime.errors import ResourceError
+from calibrate.work.executor import WorkerState, measure_items, split_among_workers
+from s2o_runtime.errors import ModelError
+from s2o_runtime.fields import pluralize
 from s2o_runtime.huggingface import hf
 from s2o_runtime.reference.dense import use_sdpa_backend
 
@@ -42,28 +47,27 @@ NOISE = "noise"  # the variant that is dense attention by another kernel
 CACHE_BYTES = 16 << 30  # that copies of a prompt's cache may have, for turns that run at once
 KEPT_PROMPTS = 32  # whose dense answers a worker keeps, in the host's memory: 0.1 GB each with 150000 words
 MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each of its tokens
+Patch = Callable[[], AbstractContextManager[None]]  # inside the block a prefill is another variant's
 
 
 @dataclass(frozen=True)
 class PromptAnswers:
     """The answers to one prompt's questions by one variant of the model, beside the dense model's.
 
-    first: the mean KL of each question's answer, in nats per token. second: of the next question's, asked behind it.
-    eighths: of each question, the part of the prompt that it is about. found: the needles that the prompt itself asks
-    for and the dense model finds. kept: those of them that this variant finds too, or nearly (`layers.KEPT_WITHIN`).
+    first: the mean KL of each question's answer, in nats per token; they are about the parts of the prompt in order.
+    second: of the next question's, asked behind it. found: the needles that the prompt itself asks for and the dense
+    model finds. kept: those of them that this variant finds too, or nearly (`layers.KEPT_WITHIN`).
     """
 
     first: tuple[float, ...]
     second: tuple[float, ...]
-    eighths: tuple[int, ...]
     found: int
     kept: int
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PromptAnswers:
         """Return the answers that an item of work or a journal has as JSON."""
-        parts: dict[str, Any] = {name: tuple(part) if isinstance(part, list) else part for name, part in value.items()}
-        return cls(**parts)
+        return cls(tuple(value["first"]), tuple(value["second"]), value["found"], value["kept"])
 
     @property
     def kl(self) -> float:
@@ -71,13 +75,9 @@ class PromptAnswers:
         return statistics.fmean(self.first)
 
 
-def summarise_eighths(prompts: Sequence[PromptAnswers]) -> list[float]:
-    """Return the mean KL of the questions about each part of the prompts that has any."""
-    by_eighth: dict[int, list[float]] = {}
-    for prompt in prompts:
-        for eighth, kl in zip(prompt.eighths, prompt.first, strict=True):
-            by_eighth.setdefault(eighth, []).append(kl)
-    return [statistics.fmean(by_eighth[eighth]) for eighth in sorted(by_eighth)]
+def find_worst_eighth(prompts: Sequence[PromptAnswers]) -> float:
+    """Return the largest mean KL of the questions about one part of prompts of one length."""
+    return max(map(statistics.fmean, zip(*(prompt.first for prompt in prompts), strict=True)))
 
 
 def measure_answers(
@@ -86,7 +86,7 @@ def measure_answers(
     """Measure what profiles or candidates do to the answers about prompts of one length.
 
     Args:
-        prover: its executor holds the whole model.
+        prover: its executor tells whether the model is whole on the device, and the answers are its own.
         prompts: of one length, at least one.
         sources: what is compared with the dense model.
         noise: measure dense attention by another kernel too, as the last of the variants. On a CPU there is none.
@@ -98,174 +98,252 @@ def measure_answers(
         ModelError: the model gave inf or NaN.
         ResourceError: The GPU's memory ran out.
     """
-    length, layers = prompts[0].length, range(prover.executor.geometry.layers)
-    prover.executor.register_prompts(prompts)
+    executor, length = prover.executor, prompts[0].length
+    executor.register_prompts(prompts)
     histories = []
     for source in sources:
         history = LayerHistory()
-        for layer in layers:
+        for layer in range(executor.geometry.layers):
             history = history.append(LayerConfigAt.from_source(source, None, layer, length))
         histories.append(history)
-    items = [AnswersItem(length, prompt.sha256, tuple(histories), noise) for prompt in prompts]
-    results = measure_items(items, prover.executor, prover.journal)
-    return [[PromptAnswers.from_json(result[variant]) for result in results] for variant in range(len(results[0]))]
+    # where weights are read layer by layer, prompts move through each together
+    parts = [[prompt] for prompt in prompts] if executor.resident else split_among_workers(executor, prompts)
+    hashes = [tuple(prompt.sha256 for prompt in part) for part in parts]
+    items = [AnswersItem(length, part, tuple(histories), noise, executor.resident) for part in hashes]
+    by_prompt = chain.from_iterable(measure_items(items, executor, prover.journal))
+    return [list(map(PromptAnswers.from_json, variant)) for variant in zip(*by_prompt, strict=True)]
 
 
 @dataclass(frozen=True)
 class AnswersItem(ProofItem):
-    """The answers to one prompt's questions by variants of the model, as an item of work.
+    """The answers to some prompts' questions by variants of the model, as an item of work.
 
-    Its result is, for each of `variants` and then for the noise, what `PromptAnswers` has.
+    own: ask for the dense model's own answers; else the documents' are read, layer by layer. Its result is, of each
+    prompt, for each of `variants` and then for the noise, what `PromptAnswers` has.
     """
 
-    prompt: str
+    prompts: tuple[str, ...]
     variants: tuple[LayerHistory, ...]
-    noise: bool = False
+    noise: bool
+    own: bool
     stage: str = field(default="answers", kw_only=True)
 
     @property
     def affinity(self) -> Hashable:
-        return self.prompt
+        return self.prompts
 
     @property
     def inputs(self) -> dict[str, Any]:
         runs = [variant.digest for variant in self.variants] + [NOISE] * self.noise
-        return {"prompt": self.prompt, "runs": runs}
+        return {"prompts": list(self.prompts), "runs": runs, "own": self.own}
 
     def __str__(self) -> str:
-        return f"answers behind a prompt of {self.length} tokens"
+        return f"answers behind {pluralize(len(self.prompts), 'prompt')} of {self.length} tokens"
 
     @torch.no_grad()
-    def run(self, worker: WorkerState) -> list[dict[str, Any]]:
+    def run(self, worker: WorkerState) -> list[list[dict[str, Any]]]:
         self.use_s2o(worker)
-        loaded, prompt = worker.loaded, worker.prompts[self.prompt]
-        if not loaded.weights.resident:
-            raise ResourceError(
-                f"the weights of {loaded.name} do not fit on {loaded.weights.device} as a whole, which answers are "
-                "measured with: use --budget-rel-mse 1e-3, which reads them layer by layer"
-            )
-        with self.within_memory(worker, "answering questions"), loaded.weights.put_on_device(loaded.model):
-            dense = self._answer_densely(worker, prompt)
-            return [
-                asdict(compare_answers(loaded, prompt, dense, patch))
-                for patch in (
-                    *(lambda history=history: patch_layers(loaded, history) for history in self.variants),
-                    *[lambda: use_sdpa_backend(SDPBackend.FLASH_ATTENTION)] * self.noise,
-                )
-            ]
+        loaded, prompts = worker.loaded, [worker.prompts[prompt] for prompt in self.prompts]
+        patches: list[Patch] = [partial(patch_layers, loaded, history) for history in self.variants]
+        patches += [partial(use_sdpa_backend, SDPBackend.FLASH_ATTENTION)] * self.noise
+        with self.within_memory(worker, "answering questions"):
+            if not self.own:
+                return [list(map(asdict, answers)) for answers in read_by_layer(worker, prompts, patches)]
+            with loaded.weights.put_on_device(loaded.model):
+                (prompt,) = prompts
+                dense = keep_dense_answers(worker, prompt)
+                return [[asdict(compare_answers(loaded, prompt, dense, patch)) for patch in patches]]
 
 
-    def _answer_densely(self, worker: WorkerState, prompt: Prompt) -> DenseAnswers:
-        """Return the dense model's answers, which the worker keeps for other variants."""
-        known: dict[str, DenseAnswers] = worker.dense.setdefault("answers", {})
-        if (dense := known.pop(self.prompt, None)) is None:
-            dense = answer_densely(worker.loaded, prompt)
-        known[self.prompt] = dense  # the last one now
-        if len(known) > KEPT_PROMPTS:
-            del known[next(iter(known))]
-        return dense
+@dataclass(frozen=True)
+class Turns:
+    """Questions about a prompt with answers, each followed by the next question with its own.
+
+    ids: int64 [turns, T]. rows: those before the answers' tokens, as many of the first question as of the second.
+    """
+
+    ids: Tensor
+    rows: list[int]
+
+    @classmethod
+    def from_questions(cls, questions: Sequence[Question]) -> Turns:
+        """Join questions and their answers."""
+        answered = [question.ids + question.answer for question in questions]
+        ids = [first + second for first, second in zip(answered, answered[1:] + answered[:1], strict=True)]
+        asked, length = len(questions[0].ids), len(answered[0])
+        rows = [*range(asked - 1, length - 1), *range(length + asked - 1, 2 * length - 1)]
+        return cls(torch.tensor(ids), rows)
 
 
 @dataclass(frozen=True)
 class DenseAnswers:
     """The dense model's answers: to questions behind a prompt, and the needles that it finds at the prompt's end.
 
-    turns: the tokens of each question with its answer, and of the next one with its own, as many in each. rows: those
-    before each answer's tokens, the first's and the second's. log_probs: at these rows, float32 [turns, R, V], in the
-    host's memory. eighths: the part of the prompt that each first question is about. needles: of each one its rows among the prompt's last
+    log_probs: at the rows of the turns, float32 [turns, R, V]. needles: of each one its rows among the prompt's last
     ones, its tokens int64 [T] and their log-probability in nats.
     """
 
-    turns: list[list[int]]
-    rows: tuple[range, range]
+    turns: Turns
     log_probs: Tensor
-    eighths: tuple[int, ...]
     needles: list[tuple[slice, Tensor, float]]
+
+    @classmethod
+    def from_log_probs(cls, prompt: Prompt, turns: Turns, last: Tensor, log_probs: Tensor) -> DenseAnswers:
+        """Find the needles in the log-probabilities of a prompt's `last` rows (`count_needle_rows`), [R, V]."""
+        needles, before = [], prompt.length - len(last)
+        for first, end in prompt.answers:  # the row before each token predicts it
+            span, needle = slice(first - 1 - before, end - 1 - before), prompt.ids[first:end].to(last.device)
+            if last[span].argmax(-1).equal(needle):
+                needles.append((span, needle, _sum_log_probs(last[span], needle)))
+        return cls(turns, log_probs, needles)
+
+    def compare(self, last: Tensor, log_probs: Tensor) -> PromptAnswers:
+        """Compare with these answers those of another model, of which there are the same rows."""
+        kl, tokens = compare_log_probs(self.log_probs.to(log_probs.device), log_probs).kl, len(self.turns.rows) // 2
+        kept = sum(
+            last[rows].argmax(-1).equal(needle) or log_prob - _sum_log_probs(last[rows], needle) < KEPT_WITHIN
+            for rows, needle, log_prob in self.needles
+        )
+        first, second = (tuple(part.mean(1).tolist()) for part in (kl[:, :tokens], kl[:, tokens:]))
+        return PromptAnswers(first, second, len(self.needles), kept)
+
+
+def keep_dense_answers(worker: WorkerState, prompt: Prompt) -> DenseAnswers:
+    """Return the dense model's answers, which the worker keeps for other variants, in the host's memory."""
+    known: dict[str, DenseAnswers] = worker.dense.setdefault("answers", {})
+    dense = known.pop(prompt.sha256, None) or answer_densely(worker.loaded, prompt)
+    known[prompt.sha256] = replace(dense, log_probs=dense.log_probs.cpu())  # the last one now
+    if len(known) > KEPT_PROMPTS:
+        del known[next(iter(known))]
+    return dense
 
 
 def answer_densely(loaded: LoadedModel, prompt: Prompt) -> DenseAnswers:
     """Let the dense model answer, each question by itself and then the next one behind it."""
     cache, last = prefill(loaded, prompt)
     questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
-    answered = revise_answers(loaded, cache, questions)
-    turns = [first + second for first, second in zip(answered, answered[1:] + answered[:1], strict=True)]
-    asked, length = len(questions[0].ids), len(answered[0])
-    rows = range(asked - 1, length - 1), range(length + asked - 1, 2 * length - 1)
-    needles, before = [], prompt.length - len(last)
-    for first, end in prompt.answers:  # the row before each token predicts it
-        span, needle = slice(first - 1 - before, end - 1 - before), prompt.ids[first:end].to(last.device)
-        if last[span].argmax(-1).equal(needle):
-            needles.append((span, needle, _sum_log_probs(last[span], needle)))
-    log_probs = follow(loaded, cache, turns, [*rows[0], *rows[1]]).cpu()
-    return DenseAnswers(turns, rows, log_probs, tuple(question.eighth for question in questions), needles)
+    turns = Turns.from_questions(revise_answers(loaded, cache, questions))
+    return DenseAnswers.from_log_probs(prompt, turns, last, follow(loaded, cache, turns.ids, turns.rows))
 
 
-def revise_answers(loaded: LoadedModel, cache: Any, questions: Sequence[Question]) -> list[list[int]]:
-    """Return each question with what the model itself answers: the document's answer, revised by the model.
+def revise_answers(loaded: LoadedModel, cache: Any, questions: Sequence[Question]) -> Sequence[Question]:
+    """Return the questions with what the model itself answers: the document's answer, revised by the model.
 
     Every pass replaces all tokens of the answers by the most likely ones, which makes at least one more of them final,
     so an answer that the document has nearly right takes two or three passes where generation takes one for each token.
     After `MAX_REVISIONS` passes the answers are taken as they are.
     """
-    asked, answers = len(questions[0].ids), [question.answer for question in questions]
-    rows = range(asked - 1, asked + len(answers[0]) - 1)
+    asked = len(questions[0].ids)
+    rows = range(asked - 1, asked + len(questions[0].answer) - 1)
     for _ in range(MAX_REVISIONS):
-        turns = [question.ids + answer for question, answer in zip(questions, answers, strict=True)]
-        likely: list[list[int]] = follow(loaded, cache, turns, rows).argmax(-1).tolist()
-        if likely == answers:
+        turns = torch.tensor([question.ids + question.answer for question in questions])
+        likely = follow(loaded, cache, turns, rows).argmax(-1).tolist()
+        revised = [replace(question, answer=answer) for question, answer in zip(questions, likely, strict=True)]
+        if revised == questions:
             break
-        answers = likely
-    return [question.ids + answer for question, answer in zip(questions, answers, strict=True)]
+        questions = revised
+    return questions
 
 
-def compare_answers(
-    loaded: LoadedModel, prompt: Prompt, dense: DenseAnswers, patch: Callable[[], AbstractContextManager[None]]
-) -> PromptAnswers:
+def compare_answers(loaded: LoadedModel, prompt: Prompt, dense: DenseAnswers, patch: Patch) -> PromptAnswers:
     """Compare the answers of a model that is patched during the prefill only."""
     with patch():
         cache, last = prefill(loaded, prompt)
-    log_probs = follow(loaded, cache, dense.turns, [*dense.rows[0], *dense.rows[1]])
-    kl, tokens = compare_log_probs(dense.log_probs.to(log_probs.device), log_probs).kl, len(dense.rows[0])
-    kept = sum(
-        last[rows].argmax(-1).equal(tokens) or log_prob - _sum_log_probs(last[rows], tokens) < KEPT_WITHIN
-        for rows, tokens, log_prob in dense.needles
-    )
-    first, second = (tuple(part.mean(1).tolist()) for part in (kl[:, :tokens], kl[:, tokens:]))
-    return PromptAnswers(first, second, dense.eighths, len(dense.needles), kept)
+    return dense.compare(last, follow(loaded, cache, dense.turns.ids, dense.turns.rows))
 
 
 def prefill(loaded: LoadedModel, prompt: Prompt) -> tuple[Any, Tensor]:
-    """Return the cache behind a prompt, and the log-probabilities from the row before its first needle on.
-
-    The latter are float32 [R, V], of the last row alone where the prompt asks for no needle.
-    """
+    """Return the cache behind a prompt, and the log-probabilities of its last rows (`count_needle_rows`), [R, V]."""
     ids = prompt.ids[None].to(loaded.weights.device)
-    rows = prompt.length + 1 - min((first for first, _ in prompt.answers), default=prompt.length)
-    outputs = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=rows)
+    outputs = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=count_needle_rows(prompt))
     return outputs.past_key_values, outputs.logits[0].float().log_softmax(-1)
+
+
+def count_needle_rows(prompt: Prompt) -> int:
+    """Return the rows from the one before a prompt's first needle on; 1 where it asks for none."""
+    return prompt.length + 1 - min((first for first, _ in prompt.answers), default=prompt.length)
 
 
 def _sum_log_probs(log_probs: Tensor, tokens: Tensor) -> float:
     return float(log_probs.gather(1, tokens[:, None]).double().sum())
 
 
-def follow(loaded: LoadedModel, cache: Any, turns: Sequence[Sequence[int]], rows: Sequence[int]) -> Tensor:
-    """Return the log-probabilities at some rows of turns of one length behind a cache, which stays as it is.
+def follow(loaded: LoadedModel, cache: Any, turns: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the log-probabilities at some rows of turns, int64 [turns, T], behind a cache, which stays as it is.
 
-    As many turns run at once as have caches within `CACHE_BYTES`. The result is float32 [turns, rows, V].
+    The result is float32 [turns, rows, V].
     """
-    at_once, pieces = 1, []
-    if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):  # one of linear attention lacks it
-        held = sum(kept.nbytes for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None)
-        at_once = max(1, CACHE_BYTES // max(held, 1))
-    for first in range(0, len(turns), at_once):
-        ids = torch.tensor(turns[first : first + at_once], device=loaded.weights.device)
-        copied = copy.deepcopy(cache)
-        if len(ids) > 1:
-            copied.batch_repeat_interleave(len(ids))
+    pieces = []
+    for ids, copied in copy_cache(cache, turns.to(loaded.weights.device)):
         logits = loaded.model(input_ids=ids, past_key_values=copied, use_cache=True).logits
         pieces.append(logits[:, rows].float().log_softmax(-1))
     return torch.cat(pieces)
+
+
+def copy_cache(cache: Any, turns: Tensor) -> Iterator[tuple[Tensor, Any]]:
+    """Yield turns [turns, ...] in parts, each with a copy of the cache for it; copies are within `CACHE_BYTES`."""
+    at_once = 1
+    if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):  # one of linear attention lacks it
+        held = sum(kept.nbytes for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None)
+        at_once = max(1, CACHE_BYTES // max(held, 1))
+    for part in turns.split(at_once):
+        copied = copy.deepcopy(cache)
+        if len(part) > 1:
+            copied.batch_repeat_interleave(len(part))
+        yield part, copied
+
+
+def read_by_layer(
+    worker: WorkerState, prompts: Sequence[Prompt], patches: Sequence[Patch]
+) -> list[list[PromptAnswers]]:
+    """Compare the documents' own answers behind patched prefills with those behind the dense one, layer by layer."""
+    loaded, texts = worker.loaded, [prompt.ids for prompt in prompts]
+    turns = [Turns.from_questions(ask_about(loaded.tokenizer, text.tolist())) for text in texts]
+    calls: dict[int, Calls] = {}
+    begun = [begin(loaded, list(of_prompt.ids), calls, len(texts[0])) for of_prompt in turns]
+    behind = [replace(first, hidden=torch.cat([turn.hidden for turn in (first, *others)])) for first, *others in begun]
+    streams = zip(begin(loaded, texts, worker.cached("calls of patched layers", dict)), behind, strict=True)
+    readings = [[Reading(patch, *pair) for patch in (nullcontext, *patches)] for pair in streams]
+    for layer in list_decoder_layers(loaded.model):
+        with put_layer_on_device(loaded, layer):
+            for reading in chain.from_iterable(readings):
+                reading.move(loaded, layer)
+    results = []
+    with put_logits_on_device(loaded) as logits:
+        for prompt, of_prompt, by_variant in zip(prompts, turns, readings, strict=True):
+            outputs = (reading.predict(logits, count_needle_rows(prompt), of_prompt.rows) for reading in by_variant)
+            dense = DenseAnswers.from_log_probs(prompt, of_prompt, *next(outputs))
+            results.append([dense.compare(*output) for output in outputs])
+    return results
+
+
+@dataclass
+class Reading:
+    """A prompt and its turns, [turns, T, H], on their way through one variant of a model, layer by layer."""
+
+    patch: Patch
+    text: Stream
+    turns: Stream
+
+    def move(self, loaded: LoadedModel, layer: DecoderLayer) -> None:
+        """Run a layer, and keep what the prompt leaves in a cache until its turns have followed it."""
+        cache = DynamicCache(config=loaded.model.config)
+        with self.patch():
+            self.text = layer.dense(self.text, cache)
+        if layer.attention is not None and not cache.get_seq_length(layer.number):
+            raise ModelError(
+                f"layer {layer.number} leaves no keys in transformers' cache, which answers need: use --budget-rel-mse"
+            )
+        parts = copy_cache(cache, self.turns.hidden)
+        pieces = [layer.dense(replace(self.turns, hidden=part), copied).hidden for part, copied in parts]
+        self.turns = replace(self.turns, hidden=torch.cat(pieces))
+
+    def predict(self, logits: Logits, last: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of so many last rows of the prompt, and those at some rows of the turns."""
+        asked = self.turns.hidden[:, rows]
+        both = torch.cat([self.text.hidden[0, -last:], asked.flatten(0, 1)])
+        log_probs = logits(both[None])[0].float().log_softmax(-1)
+        return log_probs[:last], log_probs[last:].unflatten(0, asked.shape[:2])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.answers import PromptAnswers, measure_answers, summarise_eighths
+from calibrate.proof.answers import PromptAnswers, find_worst_eighth, measure_answers
 from calibrate.proof.bounds import (
     CONFIDENCE,
     SPEND_FRACTIONS,
@@ -85,10 +85,9 @@ def _certify_length(
         if fraction == 1:
             first_bound = certified.bound or 0.0
             floor = measure_noise(prover, prompts)
-        spent = None if fraction == 1 else fraction
-        entry = replace(
-            describe_prompts(length, prompts, answers), answers=replace(certified, noise=floor, spent=spent)
-        )
+        spent, quoted = None if fraction == 1 else fraction, None if prover.executor.resident else True
+        certified = replace(certified, noise=floor, spent=spent, quoted=quoted)
+        entry = replace(describe_prompts(length, prompts, answers), answers=certified)
         log.info("%d tokens at %.0f%% of what layers spend: %s", length, 100 * fraction, certified)
         if find_budget_missed(entry, budget) is None:
             break
@@ -109,7 +108,7 @@ def build_answer_certificate(
     return CertifiedAnswers(
         mean=compute_mean_of_kinds(groups.mean_per_group(kls), groups.kinds),
         bound=keep_finite(bound_mean(values, groups.kinds, confidence)),
-        worst_eighth=max(summarise_eighths(answers)),
+        worst_eighth=find_worst_eighth(answers),
         second_turn=statistics.fmean(kl for prompt in answers for kl in prompt.second),
         above=above,
         share_above=1 - bound_share(len(groups), above, 1 - CONFIDENCE),

@@ -99,9 +99,9 @@ def draw_windows(prompt: Prompt) -> list[range]:
     if length <= WINDOWS * WINDOW_ROWS:
         return [range(length)]
     windows = []
-    for begin, end in pairwise(length * part // WINDOWS for part in range(WINDOWS + 1)):
-        first = draw.randrange(begin, end, TILE_ROWS)
-        beyond = range(begin, begin + max(0, first + WINDOW_ROWS - end))
+    for edge, end in pairwise(length * part // WINDOWS for part in range(WINDOWS + 1)):
+        first = draw.randrange(edge, end, TILE_ROWS)
+        beyond = range(edge, edge + max(0, first + WINDOW_ROWS - end))
         windows += [window for window in (beyond, range(first, min(first + WINDOW_ROWS, end))) if window]
     return windows
 
@@ -353,7 +353,8 @@ class LayerProofItem(ProofItem):
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
             def compute_truth() -> Tensor:
-                calls = ((q[:, :, rows.start : rows.stop], k[:, :, : rows.stop], v[:, :, : rows.stop]) for rows in windows)
+                ends = [(slice(rows.start, rows.stop), slice(rows.stop)) for rows in windows]
+                calls = ((q[:, :, rows], k[:, :, keys], v[:, :, keys]) for rows, keys in ends)
                 return torch.cat([fastest_dense_attention(*call, scoring) for call in calls], 2)
 
             is_dense = self.config.config.is_dense and self.config.chunk is None  # what ran is dense attention itself

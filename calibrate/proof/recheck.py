@@ -21,7 +21,7 @@ from calibrate.profiles.stored import check_sizes, read_recipe
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import describe_over_limit, find_lost_needles
-from calibrate.proof.answers import measure_answers, summarise_eighths
+from calibrate.proof.answers import find_worst_eighth, measure_answers
 from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability, compute_mean_of_kinds
 from calibrate.proof.certify import MIN_GROUPS, TextGroups, count_retrieval
 from calibrate.proof.certify_answers import CAP, build_answer_certificate
@@ -121,9 +121,9 @@ class ProofCheck:
 
     lengths: for each length the model's `kl`, `top1` and `needles`, under "answers" the `kl` of answers behind the
     finished prefill, that of the `worst_eighth` of the prompts, of a `second_turn` and of `noise` (two dense kernels;
-    None on a CPU), and under "layers" each layer's error and its limit in the budget's unit, its rel_mse, which limit
-    binds (`Recipe.binds`), its density, whether it is dense, and the `problem` of one that is over its limit.
-    "answers" is None for a model that is read by layer.
+    None on a CPU) and whether they are `quoted` from the documents, because the model is read by layer, and under
+    "layers" each layer's error and its limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its
+    density, whether it is dense, and the `problem` of one that is over its limit.
     """
 
     lengths: list[dict[str, Any]]
@@ -137,7 +137,7 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
     data = load_prompts(recipe, opened.loaded.tokenizer)
     with opened.start_prover("proving", len(data.held_out), progress) as prover:
         _, proofs = prover.prove(profile, data.held_out, timed=False)
-        answers = {length: _measure_answers(prover, opened, prompts) for length, prompts in data.held_out.items()}
+        answers = {length: _measure_answers(prover, profile, prompts) for length, prompts in data.held_out.items()}
     lengths = [
         _compare_with_limits(profile, recipe, length, proof) | {"answers": answers[length]}
         for length, proof in sorted(proofs.items())
@@ -147,24 +147,23 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
     problems += [
         f"answers about {length} tokens have a KL of {measured['kl']:.1e}, {recipe.budget.value:g} is allowed"
         for length, measured in answers.items()
-        if recipe.budget.kind == "kl" and measured and not measured["kl"] <= recipe.budget.value
+        if recipe.budget.kind == "kl" and not measured["kl"] <= recipe.budget.value
     ]
     recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return ProofCheck(lengths, problems, same_prompts)
 
 
-def _measure_answers(prover: Prover, opened: LoadedProfile, prompts: Sequence[Prompt]) -> dict[str, Any] | None:
-    """Measure the answers about the first prompts of a length; None where the model is not whole on the device."""
-    if not opened.loaded.weights.resident:
-        return None
+def _measure_answers(prover: Prover, profile: Profile, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Measure the answers about the first prompts of a length."""
     on_gpu = prover.executor.device.kind == "cuda"
-    kls, *noise = measure_answers(prover, prompts[:ANSWERED], [opened.profile], noise=on_gpu)
+    kls, *noise = measure_answers(prover, prompts[:ANSWERED], [profile], noise=on_gpu)
     return {
         "kl": statistics.fmean(prompt.kl for prompt in kls),
-        "worst_eighth": max(summarise_eighths(kls)),
+        "worst_eighth": find_worst_eighth(kls),
         "second_turn": statistics.fmean(kl for prompt in kls for kl in prompt.second),
         "noise": statistics.fmean(prompt.kl for prompt in noise[0]) if noise else None,
+        "quoted": not prover.executor.resident,
     }
 
 

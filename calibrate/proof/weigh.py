@@ -45,7 +45,7 @@ log = logging.getLogger("calibrate")
 
 
 def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float) -> Recipe:
-    """Return the recipe with a budget of answers that is above what two dense kernels differ by.
+    """Return the recipe with a budget of answers above what two dense kernels differ by, also in the file's name.
 
     Args:
         prover, prompts: measures the adjust prompts, by length in tokens.
@@ -60,8 +60,11 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
         log.info("the noise of two dense kernels is not known on a CPU: the budget of answers is taken as it is")
         return recipe
     if budget == default and budget < NOISE_ROOM * noise:
-        log.warning("two dense kernels differ by %.1e nats: the budget of answers is %.1e", noise, NOISE_ROOM * noise)
-        return replace(recipe, budget=replace(recipe.budget, value=NOISE_ROOM * noise))
+        raised = replace(recipe.budget, value=float(f"{NOISE_ROOM * noise:.2g}"))  # as a file's name has it
+        named = recipe.out.stem == str(recipe.budget)
+        out = recipe.out.with_stem(str(raised)) if named else recipe.out
+        log.warning("two dense kernels differ by %.1e nats: the budget is %s, the profile %s", noise, raised, out)
+        return replace(recipe, budget=raised, out=out)
     if budget < noise:
         raise ConfigError(
             f"budget_kl {budget:g} is below the model's own noise, {noise:.1e} nats per token between two dense "

@@ -166,10 +166,10 @@ class Report:
         return asdict(replace(self, certificate=None)) | {"certificate": certificate}
 
 
-def make_report(recipe: Recipe, result: Result, command: str | None = None) -> Report:
+def make_report(result: Result, command: str | None = None) -> Report:
     """Return the report of a finished calibration; `command` is the command line that runs it again."""
     failures = sum((chosen.failures for chosen in result.chosen.values()), Counter[str]())
-    record = read_record(result.profile)
+    recipe, record = result.recipe, read_record(result.profile)
     return Report(
         **_copy_fields(result, "met"),
         **_copy_fields(recipe, "model", "random_weights", "seed"),
@@ -187,7 +187,7 @@ def make_report(recipe: Recipe, result: Result, command: str | None = None) -> R
         journal=JournalReport(str(recipe.journal_path), result.journal_reused),
         versions=collect_versions(),
         data=recipe.prompt_source,
-        lengths=tuple(_report_length(recipe, result, length, proof) for length, proof in sorted(result.proofs.items())),
+        lengths=tuple(_report_length(result, length, proof) for length, proof in sorted(result.proofs.items())),
         command=command,
         adjusted_on=recipe.held_out,
         certificate=record.certificate,
@@ -196,7 +196,7 @@ def make_report(recipe: Recipe, result: Result, command: str | None = None) -> R
     )
 
 
-def _report_length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
+def _report_length(result: Result, length: int, proof: LengthProof) -> LengthReport:
     chosen, layer_number = result.chosen.get(length), result.profile.geometry.get_layer_number
     times = zip(*((layer.seconds, layer.dense_seconds) for layer in proof.layers), strict=True)
     attention, dense_attention = (None if None in seconds else sum(filter(None, seconds), 0.0) for seconds in times)
@@ -208,12 +208,12 @@ def _report_length(recipe: Recipe, result: Result, length: int, proof: LengthPro
         attention_seconds=attention,
         dense_attention_seconds=dense_attention,
         groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
-        layers=tuple(_report_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
+        layers=tuple(_report_layer(result, length, index, layer) for index, layer in enumerate(proof.layers)),
     )
 
 
-def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof: LayerProof) -> LayerReport:
-    config = result.configs[length, index]
+def _report_layer(result: Result, length: int, index: int, proof: LayerProof) -> LayerReport:
+    recipe, config = result.recipe, result.configs[length, index]
     representatives = Counter(head.representatives for head in config.heads if head.mode == "s2o")
     error, limit = proof.error(recipe.budget), result.limits[length, index]
     return LayerReport(

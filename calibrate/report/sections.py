@@ -97,8 +97,9 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
     else:
         noise = "" if answers.noise is None else f", two dense kernels {answers.noise:.1e}"
         less = "" if answers.spent is None else f", with {answers.spent:.0%} of what layers were to spend"
+        whose = " as the documents give them" * bool(answers.quoted)
         text = (
-            f"answers have a KL of {format_number(answers.mean, '.1e')} nats per token, at most "
+            f"answers{whose} have a KL of {format_number(answers.mean, '.1e')} nats per token, at most "
             f"{format_number(answers.bound, '.1e')} with the certificate's confidence{less} (worst eighth of the "
             f"prompts {format_number(answers.worst_eighth, '.1e')}, second turns "
             f"{format_number(answers.second_turn, '.1e')}{noise}); with {confidence:.0%} confidence at most "
@@ -316,15 +317,17 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
         "density": lambda row: f"{fmean(layer['density'] for layer in row['layers']):.3f}",
         "needles": COLUMNS["needles"],
         "KL": show("kl", ".1e"),
-        "of answers": lambda row: format_number(row["answers"] and row["answers"]["kl"], ".1e"),
-        "worst eighth": lambda row: format_number(row["answers"] and row["answers"]["worst_eighth"], ".1e"),
-        "noise": lambda row: format_number(row["answers"] and row["answers"]["noise"], ".1e"),
+        "of answers": lambda row: show("kl", ".1e")(row["answers"]),
+        "worst eighth": lambda row: show("worst_eighth", ".1e")(row["answers"]),
+        "noise": lambda row: show("noise", ".1e")(row["answers"]),
     }
     yield Table.from_rows(proof.lengths, columns, "proven here")
     yield (
-        "KL: nats per token, of positions all over the prompt; of answers: of turns that ask about each eighth of a prompt behind its "
-        "finished prefill; noise: of answers, between two dense kernels"
+        "KL: nats per token, all over the prompt; of answers: of turns that ask about each eighth of a prompt behind "
+        "its finished prefill; noise: of answers, between two dense kernels"
     )
+    if any(row["answers"]["quoted"] for row in proof.lengths):
+        yield "the answers are the documents' own, because the model is not whole on the device"
     if not proof.same_prompts:
         yield "the prompts are not those the profile was proven on"
 

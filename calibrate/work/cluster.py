@@ -58,6 +58,7 @@ class WorkerInfo:
     fingerprint: str
     device: DeviceIdentity
     versions: Mapping[str, str]
+    resident: bool
 
 
 class S2OWorker(WorkerPlugin):  # type: ignore[misc]
@@ -85,7 +86,8 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
         with self._lock:
             state = self._load()
         model = state.loaded
-        return WorkerInfo(model.name, model.geometry, model.fingerprint, state.device, collect_versions())
+        resident, versions = model.weights.resident, collect_versions()
+        return WorkerInfo(model.name, model.geometry, model.fingerprint, state.device, versions, resident)
 
     def teardown(self, worker: Any) -> None:
         with self._lock:
@@ -296,6 +298,7 @@ class ClusterExecutor:
             self.device = self.workers.choose_device(recipe.target_gpu)
             model = next(iter(self.workers.ready.values()))  # with which all others agree
             self.name, self.geometry, self.fingerprint = model.name, model.geometry, model.fingerprint
+            self.resident = all(worker.resident for worker in self.workers.ready.values())
             self._known = frozenset(prompt.sha256 for prompt in prompts)
             self._threads = ThreadPoolExecutor(MAX_WAITING_CALLS, "s2o-wait")
         except BaseException:

@@ -135,6 +135,7 @@ class Executor(Protocol):
     geometry: Geometry
     fingerprint: str
     device: DeviceIdentity  # of the times and of the profile
+    resident: bool  # whether the whole model is on the device; else one layer at a time
     work: dict[str, StageWork]  # items that were run, by stage
 
     @property
@@ -172,7 +173,7 @@ class LocalExecutor:
     def __init__(self, worker: WorkerState) -> None:
         self._worker, model = worker, worker.loaded
         self.name, self.geometry, self.fingerprint = model.name, model.geometry, model.fingerprint
-        self.device = worker.device
+        self.device, self.resident = worker.device, model.weights.resident
         self.work: dict[str, StageWork] = {}
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:

@@ -22,6 +22,7 @@ from calibrate.proof.verify import LengthProof, Prover
 from calibrate.recipe import DEFAULT_BUDGET, MAX_REL_MSE, Budget, Recipe
 from calibrate.record import read_record
 from calibrate.report import contents
+from calibrate.report.sections import list_claims
 from calibrate.search.allocate import Allocation, Point, SearchConstraints
 from calibrate.search.choice import CalibrationDense, LayerBudget, LayerPlan, SearchPoint
 from calibrate.timing import Timing
@@ -164,19 +165,21 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     assert [len(part) for part in parts] == [2, 1, 3]
     assert len(set.union(*parts)) == 6
     assert record.not_proven[-1].startswith("text unlike these prompts")
-    assert contents.make_report(recipe, result).certificate == record.certificate
+    assert contents.make_report(result).certificate == record.certificate
     again, _ = run("again", **CERTIFIED)
     assert again.out.read_bytes() == recipe.out.read_bytes()
 
 
-def test_by_default_what_is_written_keeps_to_a_budget_of_answers(tiny_folder, tmp_path):
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
+def test_by_default_what_is_written_keeps_to_a_budget_of_answers(resident, tiny_folder, tmp_path):
     """Measured again with the written profile, and on fresh prompts; a tiny model's answers hardly change."""
     options = {"lengths": (768,), "segments": (64,), "num_held_out": 2, "num_certify": 3}
     made = Recipe.from_options(
         QUICK | options | {"model": str(tiny_folder), "out": tmp_path / "p.safetensors", "device": "cpu", "trials": 1}
     )
     assert made.budget == DEFAULT_BUDGET == Budget("kl", 3e-3)
-    result = calibrate(made, progress=False)
+    loaded = load(str(tiny_folder), "cpu", resident=resident)
+    result = calibrate(made, progress=False, loaded=loaded)
     assert result.met
     profile = assert_what_was_proven_is_written(made, result)
     assert not any(config.is_dense for config in result.configs.values())
@@ -186,7 +189,8 @@ def test_by_default_what_is_written_keeps_to_a_budget_of_answers(tiny_folder, tm
     (shown,) = record.certificate.lengths
     assert 1e-6 < shown.answers.mean < shown.answers.bound <= 3e-3
     assert (shown.layers, shown.mean_kl, shown.answers.noise) == (None, None, None)
-    loaded = load(str(tiny_folder), "cpu")
+    assert shown.answers.quoted == (None if resident else True)
+    assert resident != ("answers as the documents give them" in list_claims(record.certificate)[0])
     prompts = load_prompts(made, loaded.tokenizer).certify[768]
     with open_local_executor(loaded) as executor:
         (answers,) = measure_answers(Prover(executor), prompts, [profile])
@@ -268,7 +272,7 @@ def test_how_many_needles_may_be_lost(needles, tmp_path):
 
 def test_the_report_says_what_the_result_is(certified):
     recipe, result = certified
-    document = json.loads(json.dumps(contents.make_report(recipe, result).to_json(), allow_nan=False))
+    document = json.loads(json.dumps(contents.make_report(result).to_json(), allow_nan=False))
     assert (document["out"], document["met"], document["problems"]) == (str(recipe.out), True, [])
     assert document["journal"] == {"path": str(recipe.journal), "reused": result.journal_reused}
     assert document["trials"] == 2 * len(result.chosen[512].groups)

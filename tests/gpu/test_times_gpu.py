@@ -86,13 +86,13 @@ def slower_every_time(qkv, config, keys, limit):
 
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [(8, 2), (32, 8)], ids=["8/2", "32/8"])
-def test_no_call_of_the_grid_is_slower_than_dense(heads):
+def test_no_call_of_the_grid_is_slower_than_dense(heads, alone):
     qkv, config = longest_call(heads, KEYS[-1])
     assert not slower_every_time(qkv, measured(config, heads), KEYS, TIE)
 
 
 @torch.no_grad()
-def test_the_gpus_default_is_on_the_safe_side():
+def test_the_gpus_default_is_on_the_safe_side(alone):
     qkv, config = longest_call((32, 8), 131072)
     assert s2o_attention(*last(qkv, 1, 131072), config, return_stats=True).stats.backend == "dense"
     assert not slower_every_time(qkv, config, (32768, 131072), 0.9)

@@ -117,8 +117,13 @@ def test_a_budget_of_answers_takes_phases_of_its_own_and_certifies_by_questions(
     added = ["measuring noise", "weighing layers by answers", "measuring answers"]
     assert [phase for phase in of_answers if phase not in of_layers] == added
     assert all(of_answers[phase] == seconds for phase, seconds in of_layers.items() if phase != "certifying")
-    more = estimated(model="coder", **PAIR, budget_kl=2e-3, num_certify=64).seconds
-    assert 1.9 < more["certifying"] / of_answers["certifying"] <= 2
+    more = estimated(model="coder", **PAIR, budget_kl=2e-3, num_certify=64)
+    assert 1.9 < more.seconds["certifying"] / of_answers["certifying"] <= 2
+    assert more.verifying["proving"] > of_answers["measuring answers"]  # about as many prompts, by two kernels
+    assert 1 < more.seconds["certifying"] / more.verifying["certifying"] < 1.5  # which is one attempt
+    streamed = estimated(model="llama-3.1-70b", lengths=(8192,), num_certify=1, budget_kl=2e-3).seconds
+    read = 70.6e9 * 2 / module.READ
+    assert all(streamed[phase] > read for phase in (*added, "certifying"))
 
 
 def test_more_work_takes_longer():

@@ -1,18 +1,21 @@
 """Answers behind a finished prefill: the questions, and how a patched prefill moves the answers."""
 
-from types import SimpleNamespace
+from functools import partial
+from itertools import chain
 
 import pytest
 import torch
 
-from calibrate.model.models import load
+from calibrate.model.models import from_memory, load
+from calibrate.model.weights import get_model_class
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import ANSWERED, EIGHTHS, QUOTED, ask_about
-from calibrate.proof import answers, layers, recheck
-from calibrate.proof.answers import answer_densely, measure_answers, summarise_eighths
+from calibrate.proof import answers, layers
+from calibrate.proof.answers import answer_densely, find_worst_eighth, measure_answers
 from calibrate.proof.verify import Prover
 from calibrate.work.executor import open_local_executor
 from s2o_runtime.config import LayerConfig
+from support.architectures import CASES
 from support.tiny import save_tiny, tiny_tokenizer
 
 LENGTH = 1024
@@ -31,36 +34,25 @@ def prompt():
 def test_every_eighth_is_asked_about_in_words_of_the_prompt(prompt):
     ids, tokenizer = prompt.ids.tolist(), tiny_tokenizer()
     questions = ask_about(tokenizer, ids)
-    assert [question.eighth for question in questions] == list(range(EIGHTHS))
     assert questions == ask_about(tokenizer, ids)  # nothing but the tokens decides
-    for question in questions:
+    for eighth, question in enumerate(questions):
         quote = question.ids[-QUOTED:] + question.answer
         starts = [at for at in range(LENGTH) if ids[at : at + len(quote)] == quote]
         assert len(question.answer) == ANSWERED
-        assert [start * EIGHTHS // LENGTH for start in starts] == [question.eighth]
-    assert len(ask_about(tokenizer, ids[:250])) == 2  # a short prompt has room for fewer
+        assert [start * EIGHTHS // LENGTH for start in starts] == [eighth]
+    assert (len(questions), len(ask_about(tokenizer, ids[:250]))) == (EIGHTHS, 2)  # a short prompt has room for fewer
 
 
 @torch.no_grad()
 def test_answers_are_those_that_the_dense_model_generates(loaded, prompt):
     """Each token is the most likely one after those before it, as in greedy generation, or revising has ended."""
     dense = answer_densely(loaded, prompt)
-    for turn, log_probs in zip(dense.turns[:2], dense.log_probs, strict=False):
-        whole = torch.cat([prompt.ids, torch.tensor(turn)])
-        rows = LENGTH + torch.tensor([*dense.rows[0], *dense.rows[1]])
+    for turn, log_probs in zip(dense.turns.ids[:2], dense.log_probs, strict=False):
+        whole, rows = torch.cat([prompt.ids, turn]), LENGTH + torch.tensor(dense.turns.rows)
         logits = loaded.model(whole[None], use_cache=False).logits[0, rows].float().log_softmax(-1)
         assert torch.allclose(log_probs, logits, atol=1e-4)
         # at least one token is final after each revision
-        assert log_probs[0].argmax() == turn[dense.rows[0].start + 1]
-
-
-@torch.no_grad()
-def test_turns_are_the_same_however_many_run_at_once(loaded, prompt, monkeypatch):
-    together = answer_densely(loaded, prompt)
-    monkeypatch.setattr(answers, "CACHE_BYTES", 0)
-    alone = answer_densely(loaded, prompt)
-    assert alone.turns == together.turns
-    assert torch.allclose(alone.log_probs, together.log_probs, atol=1e-5)
+        assert log_probs[0].argmax() == turn[dense.turns.rows[0] + 1]
 
 
 class Taus:
@@ -77,9 +69,34 @@ class Taus:
         return self.configs[layer]
 
 
-def test_a_model_that_is_read_by_layer_is_asked_nothing():
-    opened = SimpleNamespace(loaded=SimpleNamespace(weights=SimpleNamespace(resident=False)))
-    assert recheck._measure_answers(None, opened, []) is None
+def make_hybrid(name):
+    """A model whose first layer is of full attention too, so that its errors reach the other two."""
+    config = CASES[name].config
+    config.num_hidden_layers, config.layer_types = 3, config.layer_types[1:] + config.layer_types
+    torch.manual_seed(0)
+    return [from_memory(get_model_class(config).from_config(config).eval(), tiny_tokenizer())] * 2
+
+
+@pytest.mark.parametrize("make", [
+    pytest.param(lambda: [load("demo", "cpu", resident=resident) for resident in (True, False)], id="demo"),
+    *(pytest.param(partial(make_hybrid, name), id=name) for name in ("gemma3", "qwen3-next")),
+])  # fmt: skip
+def test_answers_by_layer_are_those_of_the_whole_model(make, monkeypatch):
+    """To the documents' answers, of several prompts and variants at once, however many turns run at once."""
+    monkeypatch.setattr(answers, "revise_answers", lambda loaded, cache, questions: questions)
+    ids = torch.randint(3, 98, (2, 400), generator=torch.Generator().manual_seed(0))
+    prompts, measured = [Prompt(row, ((380, 381), (390, 392))) for row in ids], []
+    for loaded, resident in zip(make(), (True, False), strict=True):
+        with open_local_executor(loaded) as executor:
+            executor.resident = resident
+            monkeypatch.setattr(answers, "CACHE_BYTES", answers.CACHE_BYTES * resident)  # then one turn at a time
+            sources = [Taus(loaded, *[tau] * loaded.geometry.layers) for tau in (100.0, 0.5)]
+            measured.append(measure_answers(Prover(executor), prompts, sources))
+    whole, by_layer = (list(chain.from_iterable(variants)) for variants in measured)
+    for one, other in zip(whole, by_layer, strict=True):
+        assert (one.found, one.kept) == (other.found, other.kept)
+        assert (*one.first, *one.second) == pytest.approx((*other.first, *other.second), rel=1e-3, abs=1e-8)
+    assert max(one.kl for one in whole) > 1e-5
 
 
 def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
@@ -90,7 +107,7 @@ def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
     assert max(map(abs, (*exact.first, *exact.second))) < 1e-6
     assert last == exact
     assert 1e-6 < first.kl < more.kl
-    assert summarise_eighths([more, more]) == list(more.first)
+    assert find_worst_eighth([more, more]) == max(more.first)
 
 
 @torch.no_grad()

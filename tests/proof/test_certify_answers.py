@@ -36,9 +36,7 @@ BEGUN = replace(candidate(), recipe=RECIPE)
 def answer(kls, worst=1.0, found=4, kept=4):
     """Answers with these KLs, by prompt; about the last eighth so many times that of the others."""
     unit = 8 / (7 + worst)
-    return [
-        PromptAnswers((kl * unit,) * 7 + (kl * unit * worst,), (2 * kl,), tuple(range(8)), found, kept) for kl in kls
-    ]
+    return [PromptAnswers((kl * unit,) * 7 + (kl * unit * worst,), (2 * kl,), found, kept) for kl in kls]
 
 
 def certify(monkeypatch, kl_of, device=CPU, **changes):

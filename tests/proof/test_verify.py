@@ -233,7 +233,9 @@ def test_the_dense_model_reads_a_prompt_once(tiny_folder, monkeypatch):
     monkeypatch.setattr(layers, "COMPARED_ROWS", 30)
     prompts, loaded, streams = random_prompts(330), stream(tiny_folder, True), []
     real = layers.LayerwiseForward
-    monkeypatch.setattr(layers, "LayerwiseForward", lambda loaded, given: streams.append(len(given)) or real(loaded, given))
+    monkeypatch.setattr(
+        layers, "LayerwiseForward", lambda loaded, given: streams.append(len(given)) or real(loaded, given)
+    )
     with open_local_executor(loaded) as executor:
         prover = Prover(executor)
         source = Layers((SPARSE, SPARSE))

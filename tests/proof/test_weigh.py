@@ -30,7 +30,7 @@ FACTORS = 0.5, 1.0, 1.5, 1.0, 1.0  # of the mean KL, by prompt
 
 
 def answers(kl):
-    return PromptAnswers((kl,) * 8, (kl,) * 8, tuple(range(8)), 0, 0)
+    return PromptAnswers((kl,) * 8, (kl,) * 8, 0, 0)
 
 
 def answer(monkeypatch, kl_of, seen=None):
@@ -117,12 +117,14 @@ def test_a_budget_goes_to_layers_whose_errors_reach_no_answer(monkeypatch):
     assert [budget.constraints.worst_rows for budget in budgets] == [RECIPE.worst_rows] * 3 + [None]
 
 
-def noisy(monkeypatch, noise, budget, device=GPU, default=2e-3):
+def noisy(monkeypatch, noise, budget, device=GPU, default=2e-3, name=None):
     answer(monkeypatch, lambda source: noise, seen := [])
     prover = SimpleNamespace(executor=pretended(None, device))
-    recipe = replace(RECIPE, budget=Budget("kl", budget))
+    recipe = replace(RECIPE, budget=Budget("kl", budget), out=Path(name or f"kl-{budget:g}.safetensors"))
     try:
-        return weigh.check_noise(prover, {1024: [], 512: PROMPTS}, recipe, default).budget.value
+        checked = weigh.check_noise(prover, {1024: [], 512: PROMPTS}, recipe, default)
+        assert checked.out == Path(name or f"{checked.budget}.safetensors")
+        return checked.budget.value
     finally:
         assert [(len(prompts), variants) for prompts, variants in seen] == [(weigh.NOISE_PROMPTS, [None])] * (
             device == GPU
@@ -132,7 +134,8 @@ def noisy(monkeypatch, noise, budget, device=GPU, default=2e-3):
 def test_a_budget_below_the_noise_is_refused_where_it_was_named_and_raised_where_not(monkeypatch, caplog):
     noise = 1e-3 / statistics.fmean(FACTORS[: weigh.NOISE_PROMPTS])  # of which the mean is 1e-3
     assert [noisy(monkeypatch, noise * times, 2e-3) for times in (0.5, 1.0, 3.0)] == pytest.approx([2e-3, 2e-3, 6e-3])
-    assert "two dense kernels differ by 3.0e-03 nats: the budget of answers is 6.0e-03" in caplog.text
+    assert "differ by 3.0e-03 nats: the budget is kl-0.006, the profile kl-0.006.safetensors" in caplog.text
+    assert noisy(monkeypatch, noise * 3.14, 2e-3, name="mine.safetensors") == 6.3e-3  # two digits, as in a file's name
     assert noisy(monkeypatch, noise, 1.5e-3) == 1.5e-3  # named, and above it
     with pytest.raises(ConfigError, match=r"budget_kl 0.0005 is below .* noise, 1.0e-03 .* at 512 .* at least 2.0e-03"):
         noisy(monkeypatch, noise, 5e-4)

@@ -15,9 +15,9 @@ GPU = DeviceIdentity("cuda", "pretended", (9, 0), 132, 1)
 
 def pretended(geometry, device=CPU, name="tiny"):
     """An executor of this process whose model is a geometry alone, on a CPU that is called something else."""
-    return Pretended(WorkerState(SimpleNamespace(
-        name=name, geometry=geometry, fingerprint="f", weights=SimpleNamespace(device=torch.device("cpu"), held=0)
-    )), device)  # fmt: skip
+    weights = SimpleNamespace(device=torch.device("cpu"), held=0, resident=True)
+    model = SimpleNamespace(name=name, geometry=geometry, fingerprint="f", weights=weights)
+    return Pretended(WorkerState(model), device)
 
 
 class Pretended(LocalExecutor):
