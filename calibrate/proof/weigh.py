@@ -114,12 +114,12 @@ def make_answer_budgets(
     Returns:
         What each layer may spend, by length.
     """
-    budgets, shares = dict[int, list[LayerBudget]](), SHARES
+    budgets, shares = dict[int, list[LayerBudget]](), list(SHARES)
     for length, of_length in sorted(curves.items()):
         budgets[length], spent = _divide_budget(
             prover, prompts[length], of_length, tiles[length][0], sensitivity, recipe, shares
         )
-        shares = tuple(times * spent / recipe.budget.value for times in NEXT_SHARES)
+        shares = [times * spent / recipe.budget.value for times in NEXT_SHARES]
     return budgets
 
 
