@@ -85,7 +85,7 @@ def measure_answers(
     """Measure what profiles or candidates do to the answers about prompts of one length.
 
     Args:
-        prover: its executor holds the whole model.
+        prover: its executor holds the whole model; in its chunks the variants prefill.
         prompts: of one length, at least one.
         sources: what is compared with the dense model.
         noise: measure dense attention by another kernel too, as the last of the variants. On a CPU there is none.
@@ -103,7 +103,7 @@ def measure_answers(
     for source in sources:
         history = LayerHistory()
         for layer in layers:
-            history = history.append(LayerConfigAt.from_source(source, None, layer, length))
+            history = history.append(LayerConfigAt.from_source(source, prover.chunk, layer, length))
         histories.append(history)
     items = [AnswersItem(length, prompt.sha256, tuple(histories), noise) for prompt in prompts]
     results = measure_items(items, prover.executor, prover.journal)

@@ -66,7 +66,7 @@ def test_turns_are_the_same_however_many_run_at_once(loaded, prompt, monkeypatch
 class Taus:
     """A source of configurations: one tau for each layer."""
 
-    kv_cache_dtype, min_length = "auto", 0
+    kv_cache_dtype = "auto"
 
     def __init__(self, loaded, *taus):
         self.configs = [

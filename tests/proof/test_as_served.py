@@ -35,11 +35,10 @@ RECIPE_CHUNK, OTHER = 256, 128  # of a calibration's recipe, and of who proves i
 
 @dataclass(frozen=True)
 class Layers:
-    """The configuration of each layer: `short` up to 200 keys, `long` beyond."""
+    """The configuration of each layer: `short` up to 200 tokens, `long` beyond."""
 
     short: LayerConfig
     long: LayerConfig
-    min_length: int = 100
     kv_cache_dtype: str = "auto"
 
     def layer_config(self, layer, length):
@@ -47,15 +46,10 @@ class Layers:
 
 
 def test_what_each_chunk_runs():
-    layers = Layers(SPARSE, SPARSER)
-    in_chunks = LayerConfigAt.from_source(layers, CHUNK, 0, LENGTH)
-    assert (in_chunks.chunk, in_chunks.by_keys) == (CHUNK, ((128, SPARSE), (256, SPARSER), (300, SPARSER)))
-    short = LayerConfigAt.from_source(layers, 64, 0, 150)  # below the shortest calibrated length a chunk is dense
-    assert [(keys, config.is_dense) for keys, config in short.by_keys] == [(64, True), (128, False), (150, False)]
-    short, long = (replace(config, last_rows=128) for config in (SPARSE, SPARSER))  # of a prompt's last chunk alone
+    short, long = (replace(config, last_rows=128) for config in (SPARSE, SPARSER))
     layers = Layers(short, long)
     in_chunks = LayerConfigAt.from_source(layers, CHUNK, 0, LENGTH)
-    assert [config for _, config in in_chunks.by_keys] == [SPARSE, SPARSER, long]
+    assert (in_chunks.chunk, in_chunks.by_keys) == (CHUNK, ((128, SPARSER), (256, SPARSER), (300, long)))
     assert LayerConfigAt.from_source(layers, CHUNK, 0, CHUNK) == LayerConfigAt(short)
     assert LayerConfigAt.from_source(layers, None, 0, LENGTH) == LayerConfigAt(long)
 
@@ -72,7 +66,7 @@ def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     parts, visited, pairs = [], 0.0, 0
     for begin in range(0, LENGTH, CHUNK):
         end = min(begin + CHUNK, LENGTH)
-        config = layers.layer_config(3, end)
+        config = layers.layer_config(3, LENGTH)
         part = s2o_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], config, return_stats=True)
         parts.append(part.out)
         causal = sum(range(begin + 1, end + 1))
