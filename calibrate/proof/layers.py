@@ -59,6 +59,15 @@ class ConfigSource(Protocol):
         """Return a layer's configuration for a prompt of `length` tokens."""
 
 
+def configure_call(source: ConfigSource, layer: int, length: int, keys: int) -> LayerConfig:
+    """Return a layer's configuration for the part of a prompt of `length` tokens that ends with so many keys.
+
+    It is that of the whole prompt, as in a server (`serving.fit.Request.length`), whose end alone has last rows.
+    """
+    config = source.layer_config(layer, length)
+    return config if keys == length else replace(config, last_rows=0)
+
+
 def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the errors of all rows of an attention output against dense attention's.
 
@@ -114,17 +123,12 @@ class LayerConfigAt:
 
     @classmethod
     def from_source(cls, source: ConfigSource, chunk: int | None, layer: int, length: int) -> LayerConfigAt:
-        """Return a layer's configuration, and of a prompt that is fed in chunks that of each chunk.
-
-        It is that of the whole prompt, as in a server (`serving.fit.Request.length`). Only rows of the last chunk can
-        be last rows.
-        """
+        """Return a layer's configuration, and of a prompt that is fed in chunks that of each chunk."""
         config, cache = source.layer_config(layer, length), source.kv_cache_dtype
         if chunk is None or length <= chunk:
             return cls(config, kv_cache_dtype=cache)
-        earlier = replace(config, last_rows=0)
-        by_keys = (*((keys, earlier) for keys in range(chunk, length, chunk)), (length, config))
-        return cls(config, chunk, by_keys, cache)
+        ends = (*range(chunk, length, chunk), length)
+        return cls(config, chunk, tuple((end, configure_call(source, layer, length, end)) for end in ends), cache)
 
     @cached_property
     def digest(self) -> str:

@@ -203,7 +203,9 @@ def watch_prompts(batches: Any) -> None:
         try:
             setattr(made, LENGTHS, [len(request.full_untruncated_fill_ids) for request in batch.reqs])
         except (AttributeError, TypeError) as error:
-            message = "S2O: this SGLang does not say how long prompts are (%r): chunks run the settings of the keys so far"
+            message = (
+                "S2O: this SGLang does not say how long prompts are (%r): chunks run the settings of the keys so far"
+            )
             log_once(logging.WARNING, message, error)
         return made
 

@@ -27,25 +27,31 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call: q [B, Hq, L, D], k and v [B, Hkv, L, D]; rows: sampled query rows [R]; exact: attention there."""
+    """One call: q [B, Hq, Lq, D], k and v [B, Hkv, Lk, D]; rows: sampled query rows [R]; exact: attention there.
+
+    length: of the whole prompt, which the queries of a chunk do not end.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     rows: Tensor
     exact: Tensor
+    length: int
     layer: int = 0
 
     @classmethod
     def of(cls, qkv: QKV, error_rows: int, seed: int, layer: int = 0) -> Inputs:
         rows = sample_rows(qkv[0].shape[2], error_rows, seed).to(qkv[0].device)
-        return cls(*qkv, rows, exact_rows(*qkv, rows), layer)
+        return cls(*qkv, rows, exact_rows(*qkv, rows), qkv[1].shape[2], layer)
 
     def chunks(self, size: int) -> list[Inputs]:
         """The calls of a server that takes `size` queries at a time, each behind all keys so far; rows stay whole."""
-        edges = pairwise([*range(0, self.q.shape[2], size), self.q.shape[2]])
+        before, q = self.length - self.q.shape[2], self.q
+        ends = ((begin, min(begin + size, q.shape[2])) for begin in range(0, q.shape[2], size))
         return [
-            replace(self, q=self.q[:, :, begin:end], k=self.k[:, :, :end], v=self.v[:, :, :end]) for begin, end in edges
+            replace(self, q=q[:, :, begin:end], k=self.k[:, :, : before + end], v=self.v[:, :, : before + end])
+            for begin, end in ends
         ]
 
 

@@ -170,7 +170,7 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
 
 
 def test_by_default_what_is_written_keeps_to_a_budget_of_answers(tiny_folder, tmp_path):
-    """Measured again with the written profile, and on fresh prompts, in chunks; a tiny model's answers hardly change."""
+    """Measured again with the profile, and on fresh prompts, in chunks; a tiny model's answers hardly change."""
     options = {"lengths": (768,), "segments": (64,), "num_held_out": 2, "num_certify": 3, "chunk": 400}
     made = Recipe.from_options(
         QUICK | options | {"model": str(tiny_folder), "out": tmp_path / "p.safetensors", "device": "cpu", "trials": 1}
