@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from s2o_runtime.errors import ConfigError
 from scripts.bench import common
@@ -30,17 +30,17 @@ from scripts.bench.schema import ResultFile, write
 
 NAME = "scripts.bench.agent_trace"
 NEW = (512, 4096)  # tokens of a turn
+Trace = tuple[list[list[int]], list[list[int]], list[float]]  # prefixes, prompts and their arrivals
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTraceFile(ResultFile):
-    """Every run of both engines. requests_per_second: the highest rate of each engine within the limit, or 0."""
+    """Every run of both engines; the other fields are `FirstTokenFile`'s."""
 
     program: ClassVar[str] = f"python -m {NAME}"
 
     format: str = "s2o-bench-agent-trace/1"
     runs: list[OpenLoop]
-    requests_per_second: dict[str, float]
     summary: str
     density: dict[str, float]
 
@@ -58,36 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Search for each engine's rate, print the table and write --out."""
+    """Search for each engine's rate, print it and write --out."""
     common.check_least(args, 1, "sessions", "requests", "tokens", "steps")
     if len(args.lengths) != 2 or args.lengths[1] - args.lengths[0] < NEW[1] or min(args.limit, args.rate) <= 0:
         raise ConfigError(f"use two --lengths, {NEW[1]} or more apart, and a --limit and a --rate above 0")
     with start_engines(args) as engines:
-        cached, prompts, arrivals = make_trace(Text(args), args)
-        runs: list[OpenLoop] = []
-        best: dict[str, float] = {}
-        for name, engine in engines.items():
-
-            def run(rate: float, engine: Remote = engine) -> OpenLoop:
-                times = [time / rate for time in arrivals]
-                return engine.call("open_loop", rate, prompts, times, cached, args.tokens)  # type: ignore[no-any-return]
-
-            of_engine = find_rate(run, args)
-            best[name] = max((run.rate for run in of_engine if run.first_p99 <= args.limit), default=0.0)
-            runs += of_engine
-        known: dict[str, Any] = engines[S2O].call("seen")
-    write(args.out, AgentTraceFile(settings=settings_of(args), runs=runs, requests_per_second=best, **known))
-    names = ("engine", "requests / s", "first p50, ms", "first p99, ms", "between p50, ms", "between p99, ms")
-    cells = [
-        [run.engine, f"{run.rate:.3g}"]
-        + [f"{t * 1e3:.1f}" for t in (run.first_median, run.first_p99, run.between_median, run.between_p99)]
-        for run in runs
-    ]
-    common.print_table(f"{args.sessions} agents, first token within {args.limit:g} s for 99%", names, cells)
-    print(f"requests a second: {', '.join(f'{name} {rate:.3g}' for name, rate in best.items())}")
+        trace = make_trace(Text(args), args)
+        runs = [run for engine in engines.values() for run in find_rate(engine, trace, args)]
+        write(args.out, AgentTraceFile(settings=settings_of(args), runs=runs, **engines[S2O].call("seen")))
+    for name in engines:
+        kept = [run for run in runs if run.engine == name and run.first_p99 <= args.limit]
+        best = max(kept, key=lambda run: run.rate, default=None)
+        print(f"{name}, the highest rate with 99% of first tokens within {args.limit:g} s: {best or 'none'}")
 
 
-def make_trace(text: Text, args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]], list[float]]:
+def make_trace(text: Text, args: argparse.Namespace) -> Trace:
     """Return what the sessions have at first, the prompt of every turn, and arrivals at one request a second."""
     (shortest, longest), rng = args.lengths, random.Random(args.seed)
     sessions = [(text.tokens(longest), rng.randint(shortest, longest - NEW[1])) for _ in range(args.sessions)]
@@ -104,16 +89,17 @@ def make_trace(text: Text, args: argparse.Namespace) -> tuple[list[list[int]], l
     return cached, prompts, arrivals
 
 
-def find_rate(run: Callable[[float], OpenLoop], args: argparse.Namespace) -> list[OpenLoop]:
+def find_rate(engine: Remote, trace: Trace, args: argparse.Namespace) -> list[OpenLoop]:
     """Run the trace at rates that come nearer and nearer to the highest one whose first tokens are in time."""
-    rate, step, runs = args.rate, 2.0, list[OpenLoop]()
-    run(rate)  # does not count: it may include compiling
-    for _ in range(args.steps):
-        runs.append(run(rate))
-        in_time = [one.first_p99 <= args.limit for one in runs]
-        step = step if len(set(in_time)) == 1 else step**0.5
-        rate *= step if in_time[-1] else 1 / step
-    return runs
+    (cached, prompts, arrivals), rate, step, runs = trace, args.rate, 2.0, list[OpenLoop]()
+    for _ in range(1 + args.steps):
+        times = [time / rate for time in arrivals]
+        runs.append(engine.call("open_loop", rate, prompts, times, cached, args.tokens))
+        in_time = [run.first_p99 <= args.limit for run in runs[1:]]  # the first run may include compiling
+        if in_time:
+            step = step if len(set(in_time)) == 1 else step**0.5
+            rate *= step if in_time[-1] else 1 / step
+    return runs[1:]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Calls that are timed: configurations that reach a density, S2O as published, its kernels apart, dense kernels."""
+"""Calls that are timed: configurations that reach a density, kernels apart, dense kernels."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,6 @@ CPU_TILE = TileConfig(64, 64, 4)
 Job = Callable[[], Any]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionPart = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-
-
-def published_config(heads: int, tau: float, segment: int, tile: TileConfig) -> LayerConfig:
-    """S2O as published: Algorithms 1 to 3 of the paper, with one tau for all heads.
-
-    One representative ranks the keys, four at a time unlike in the paper, nothing estimates the tail, and the gain
-    itself is compared with tau. The stop is checked once a chunk of the tile.
-    """
-    return LayerConfig.uniform(heads, tau=tau, segment=segment, stop_rule="paper", tile=tile)
 
 
 def device_tile(head_dim: int, device: torch.device) -> TileConfig:
@@ -72,15 +64,15 @@ def bisect(config: LayerConfig, target: float, steps: int, density: Callable[[La
     return with_taus(config, best.exp2().tolist())
 
 
-def list_dense_kernels(device: torch.device) -> dict[str, Attention]:
+def list_dense_kernels(device: torch.device) -> Mapping[str, Attention]:
     """Return dense causal attention by each kernel that is here, by its name; shapes are as in `s2o_attention`.
 
     They take queries behind a prefix too. A CPU has torch's alone.
     """
     if device.type != "cuda":
         return {DENSE: dense_attention}
-    kernels = {DENSE: cudnn_attention, FLASH: flash_attention}
-    return kernels | ({FLASH_3: flash_attention_3} if find_spec("flash_attn_interface") else {})
+    third = {FLASH_3: flash_attention_3} if find_spec("flash_attn_interface") else {}
+    return {DENSE: cudnn_attention, FLASH: flash_attention, **third}
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,10 +83,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def flash_attention_3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute dense causal attention with FlashAttention-3, whose mask ends at the last key as S2O's does."""
-    import flash_attn_interface
-
-    out = flash_attn_interface.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # by version, with the log-sum-exp
+    package = import_module("flash_attn_interface")
+    answer = package.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
+    out: Tensor = answer[0] if isinstance(answer, tuple) else answer  # by version, with the log-sum-exp
+    return out.transpose(1, 2)
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -122,8 +114,11 @@ def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, parts: int, run: AttentionP
     batch, queries = len(q), q.shape[2]
     prefix = k.shape[2] - queries
     outs, log_sums = run(q, k[:, :, prefix:], v[:, :, prefix:], True)
-    cut = (t[:, :, :prefix].unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1) for t in (k, v))
-    others = run(q.repeat_interleave(parts, 0), *cut, False)
+    keys, values = (
+        t[:, :, :prefix].reshape(batch, -1, parts, prefix // parts, t.shape[3]).transpose(1, 2).flatten(0, 1)
+        for t in (k, v)
+    )
+    others = run(q.repeat_interleave(parts, 0), keys, values, False)
     of_prefix, their_sums = (t.reshape(batch, parts, *q.shape[1:3], -1) for t in others)
     outs = torch.cat([outs[:, None], of_prefix], 1)
     weights = torch.cat([log_sums.reshape(batch, 1, *q.shape[1:3], 1), their_sums], 1).softmax(1)

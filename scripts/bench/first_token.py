@@ -2,7 +2,7 @@
 """The time to the first token of vLLM's whole engine, its stock backend against S2O.
 
     python -m scripts.bench.first_token --model demo --profile profiles/demo/nvidia-h200/rel-mse-0.001.safetensors
-    python -m scripts.bench.first_token --model llama-3.1-8b --density 0.25 --chunks 2048,8192 --hits 0,0.5,0.99
+    python -m scripts.bench.first_token --model llama-3.1-8b --density 0.25 --chunks 2048,8192
 
 Each engine runs in a process of its own, with a part of the GPU's memory. Both read the same prompts in turns, one at
 a time, so that what else the machine does meets both; with CUDA graphs, torch.compile and the prefix cache, as a server
@@ -10,8 +10,8 @@ does by default. The cache is emptied before a prompt that is not to hit it. S2O
 prompts of a kind are not counted: they may include compiling, and S2O records launches in the second to the fourth of
 like calls, to replay them from then on. All chunks are timed in one engine, which is started for the largest.
 
-Beside whole prompts and shares of them that are cached (--hits) there are an agent's turns: --new tokens behind
---cached ones, as far as they fit the longest of --lengths. "stock / S2O" is the median over turns of both engines, each
+Beside whole prompts of --lengths there are an agent's turns: --new tokens behind --cached ones, as far as they fit the
+longest of --lengths. "stock / S2O" is the median over turns of both engines, each
 turn with one prompt, and in parentheses an interval that holds it with 95% confidence (94% of five turns): where that
 is all below 1, S2O is slower.
 
@@ -143,7 +143,6 @@ def parser(name: str = NAME, doc: str | None = __doc__) -> common.Parser:
     add("--density", help="draw weights, and skip so that this share is computed", type=float, metavar="X")
     add("--lengths", "8192,32768,131072", "tokens of a prompt", type=common.int_list("8192,131072"), metavar="N,N")
     add("--chunks", "8192", "tokens that the engine reads in a step", type=common.int_list("2048,8192"), metavar="N,N")
-    add("--hits", "0", "shares of a prompt that are cached", type=common.float_list("0,0.5"), metavar="X,X")
     add("--cached", "32768,98304", "cached tokens", type=common.int_list("32768"), metavar="N,N")
     add("--new", "512,2048,8192", "tokens behind them", type=common.int_list("512,2048"), metavar="N,N")
     add("--repeats", 5, "long prompts of each kind that are timed", type=int, metavar="N")
@@ -188,10 +187,10 @@ def start_engines(args: argparse.Namespace) -> Iterator[dict[str, Remote]]:
 
 
 def list_kinds(args: argparse.Namespace) -> list[PromptKind]:
-    """List the kinds of prompts: whole and partly cached ones, then turns."""
+    """List the kinds of prompts: whole ones, then turns."""
     sizes = [(cached + new, chunk, cached) for cached, new, chunk in product(args.cached, args.new, args.chunks)]
     turns = [PromptKind(length, chunk, hit / length) for length, chunk, hit in sizes if length <= args.lengths[-1]]
-    return [PromptKind(*kind) for kind in product(args.lengths, args.chunks, args.hits)] + turns
+    return [PromptKind(*size, 0.0) for size in product(args.lengths, args.chunks)] + turns
 
 
 def names_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -217,8 +216,6 @@ def check(args: argparse.Namespace) -> None:
     common.check_least(args, 1, "uncounted")
     if min(args.lengths[0], args.chunks[0]) < 1:
         raise ConfigError("--lengths and --chunks need numbers of at least 1")
-    if not 0 <= args.hits[0] <= args.hits[-1] < 1:
-        raise ConfigError(f"--hits are {', '.join(map(str, args.hits))}: use shares from 0 to below 1")
     if find_spec("vllm") is None:
         raise ConfigError("vllm is not installed: run pip install vllm, on a machine with an NVIDIA GPU")
     if (args.profile is None) == (args.density is None):

@@ -142,28 +142,6 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
         yield q if math.isclose(factor, 1.0) else q * factor, k, v
 
 
-def repeated_qkv(layers: Iterator[QKV], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> QKV:
-    """The heads of a model's layers one after another, repeated where they are too few for one call.
-
-    Raises ConfigError if the model's heads have another ratio or size.
-    """
-    parts: list[QKV] = []
-    for q, k, v in layers:
-        query_heads, kv_heads = q.shape[1], k.shape[1]
-        if (query_heads * heads[1], q.shape[3]) != (heads[0] * kv_heads, head_dim):
-            sizes = f"{query_heads}/{kv_heads} heads of {q.shape[3]}"
-            raise ConfigError(f"the model has {sizes}: use --heads of that ratio and that --head-dim")
-        parts.append((q, k, v))
-        if len(parts) * kv_heads >= heads[1]:
-            break
-    q, k, v = (torch.cat(tensors, 1).to(dtype) for tensors in zip(*parts, strict=True))
-    return _repeated(q, heads[0]), _repeated(k, heads[1]), _repeated(v, heads[1])
-
-
-def _repeated(t: Tensor, heads: int) -> Tensor:
-    return t[:, torch.arange(heads, device=t.device) % t.shape[1]]
-
-
 def file_qkv(path: Path, length: int, device: torch.device) -> Iterator[QKV]:
     """q, k, v of a safetensors file, or its layers' "0.q", "0.k", "0.v", "1.q", ..., cut to `length` tokens.
 

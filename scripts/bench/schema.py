@@ -21,7 +21,6 @@ FLASH = "dense (FlashAttention-2)"
 FLASH_3 = "dense (FlashAttention-3)"  # where it is installed
 DENSE_NAMES = DENSE, FLASH, FLASH_3
 ONE_SETTING = "S2O, one setting"  # for all heads of all layers
-PUBLISHED = "S2O as published"
 CALIBRATED = "S2O, calibrated"  # a profile
 PROVEN = ", proven"  # ends the settings of profiles that were proven on held-out prompts
 EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
@@ -59,7 +58,7 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One density of one form of S2O, with a tau for each head, or `PUBLISHED`.
+    """One density, with a tau for each head.
 
     target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted.
     seconds, prefill_seconds: the whole call, and the call without its ranking (None without the kernels).
@@ -75,7 +74,6 @@ class AttentionRow:
     rel_mse: float
     density_of_heads: list[float]
     tau_of_heads: list[float]
-    form: str = "S2O"
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,6 @@ class AttentionEntry:
     dense: DenseTime
     rank: RankTime | None
     rows: list[AttentionRow]
-    published_rank: RankTime | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from itertools import product, takewhile
+from itertools import takewhile
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -29,9 +29,6 @@ SETTINGS = {  # of the times that docs/serving.md states
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
 }
-
-
-TURNS = ["--cached", "700,1000", "--new", "300"]  # the second is longer than the longest prompt
 
 
 def alike(prompt, other):
@@ -186,13 +183,12 @@ def test_engines_read_the_same_prompts_and_differ_by_the_backend_alone(tmp_path,
 
 
 def test_chunks_and_shares_of_the_cache_are_timed_in_one_engine(tmp_path, engines):
-    _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", "--hits", "0,0.5", *TURNS)
-    kinds = [bench.PromptKind(1024, chunk, hit) for chunk, hit in product((256, 512), (0, 0.5))]
-    kinds += [bench.PromptKind(1000, chunk, 0.7) for chunk in (256, 512)]
+    turns = ["--cached", "700,1000", "--new", "300"]  # the second is longer than the longest prompt
+    _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", *turns)
+    kinds = [bench.PromptKind(length, chunk, hit) for length, hit in ((1024, 0), (1000, 0.7)) for chunk in (256, 512)]
     assert [row.kind for row in file.rows] == [kind for kind in kinds for _ in range(2)]
-    cached = [0, 512, 0, 512, 700, 700]
-    assert [row.cached for row in file.rows[::2]] == [row.cached for row in file.rows[1::2]] == cached
-    assert [row.seconds.median for row in file.rows[::2]] == [4.0, 2.0, 2.0, 1.0, 2.0, 1.0]
+    assert [row.cached for row in file.rows[::2]] == [row.cached for row in file.rows[1::2]] == [0, 0, 700, 700]
+    assert [row.seconds.median for row in file.rows[::2]] == [4.0, 2.0, 2.0, 1.0]
     assert len(engines) == 2
     assert {engine.options["max_num_batched_tokens"] for engine in engines} == {512}
 
@@ -214,26 +210,20 @@ def test_the_trace_of_agents_finds_the_rate_that_each_engine_keeps_up_with(tmp_p
     file = read(agent_trace.AgentTraceFile, json.loads(out.read_text()))
     stock, s2o = engines
     assert stock.prompts == s2o.prompts
-    (cached, turns), grown = (stock.prompts[:2], stock.prompts[2:32]), 0
+    cached, turns = stock.prompts[:2], stock.prompts[2:32]
     assert stock.prompts == (cached + turns) * 7  # the same at each rate
-    sessions = list(cached)
-    for prompt in turns:
-        before = [session for session in sessions if alike(session, prompt) == len(session)]
-        if before:
-            assert 16 <= len(prompt) - len(before[0]) <= 64
-            sessions[sessions.index(before[0])], grown = prompt, grown + 1
-        else:
-            assert len(prompt) == 128
-            sessions.append(prompt)
-    assert grown > 20
-    assert max(map(len, turns)) <= 512 - 2
-    rates = file.requests_per_second
+    for index, prompt in enumerate(turns):
+        new = len(prompt) - max(alike(prompt, other) for other in cached + turns[:index])
+        assert 16 <= new <= 64 or len(prompt) == 128  # the next turn of a session, or another session
+    assert 400 < max(map(len, turns)) <= 512 - 2
+    rates = []
     for name in ("stock", "S2O"):
         runs = [run for run in file.runs if run.engine == name]
-        assert rates[name] == max(run.rate for run in runs if run.first_p99 <= 3)
-        assert min(run.rate for run in runs if run.first_p99 > 3) < 1.5 * rates[name]
-        assert all(run.requests == 30 and 0 < run.between_median <= run.between_p99 for run in runs)
-    assert rates["S2O"] > 1.4 * rates["stock"]
+        assert (len(runs), {run.requests for run in runs}) == (6, {30})
+        rates.append(max(run.rate for run in runs if run.first_p99 <= 3))
+        assert min(run.rate for run in runs if run.first_p99 > 3) < 1.5 * rates[-1]
+        assert all(0 < run.between_median <= run.between_p99 for run in runs)
+    assert rates[1] > 1.4 * rates[0]
 
 
 def test_random_weights_have_the_models_sizes_and_an_even_profile(tmp_path):
