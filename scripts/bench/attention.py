@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -28,25 +29,9 @@ from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention
 from scripts.bench import common
 from scripts.bench.calls import Job, bisect, device_tile, kernel_parts, with_taus
 from scripts.bench.inputs import Inputs, random_qkv, rel_mse
-from scripts.bench.schema import (
-    AttentionEntry,
-    AttentionFile,
-    AttentionRow,
-    DenseTime,
-    RankTime,
-    Spread,
-    write,
-)
+from scripts.bench.schema import AttentionEntry, AttentionFile, AttentionRow, DenseTime, RankTime, Spread, write
 
 NAME = "scripts.bench.attention"
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """One row of a table: what was aimed at, and the config that comes nearest."""
-
-    target: float | str
-    config: LayerConfig
 
 
 def parser() -> common.Parser:
@@ -118,28 +103,29 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: LayerConfig) -> 
     def density(config: LayerConfig) -> Tensor:
         return s2o_attention(q, k, v, config, backend=args.backend, return_stats=True).density.cpu()
 
-    points = {f"S2O, {point.target}": point for point in points_of(args, never_stop, density)}  # by name of their job
-    jobs: dict[str, Job] = {"dense": partial(dense_attention, q, k, v)}
-    jobs |= {name: partial(s2o_attention, q, k, v, p.config, backend=args.backend) for name, p in points.items()}
+    points = points_of(args, never_stop, density)
+    jobs: dict[str, Job] = {"dense": partial(dense_attention, q, k, v)}  # S2O's by what was aimed at
+    for target, config in points.items():
+        jobs[str(target)] = partial(s2o_attention, q, k, v, config, backend=args.backend)
     if args.backend == "triton":
-        jobs["rank"], prefills = kernel_parts(q, k, v, [point.config for point in points.values()])
-        jobs |= {f"{name}, prefill": prefill for name, prefill in zip(points, prefills, strict=True)}
+        jobs["rank"], prefills = kernel_parts(q, k, v, list(points.values()))
+        jobs |= {f"{target}, prefill": prefill for target, prefill in zip(points, prefills, strict=True)}
     seconds = {name: common.spread(times) for name, times in sample_times(jobs, q.device, args.rounds).items()}
 
-    def row(name: str, point: TableRow) -> AttentionRow:
-        of_heads, prefill = density(point.config), seconds.get(f"{name}, prefill")
+    def row(target: float | str, config: LayerConfig) -> AttentionRow:
+        of_heads, prefill = density(config), seconds.get(f"{target}, prefill")
         mean = float(of_heads.mean())
         work = mean * seconds["dense"].median
         return AttentionRow(
-            target=point.target,
+            target=target,
             density=mean,
-            seconds=seconds[name],
+            seconds=seconds[str(target)],
             prefill_seconds=prefill,
-            rate=work / seconds[name].median,
+            rate=work / seconds[str(target)].median,
             prefill_rate=work / prefill.median if prefill else None,
-            rel_mse=rel_mse(jobs[name]()[:, :, inputs.rows], inputs.exact),
+            rel_mse=rel_mse(jobs[str(target)]()[:, :, inputs.rows], inputs.exact),
             density_of_heads=of_heads.tolist(),
-            tau_of_heads=[head.tau for head in point.config.heads],
+            tau_of_heads=[head.tau for head in config.heads],
         )
 
     tile, rank = never_stop.tile, seconds.get("rank")
@@ -150,22 +136,22 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: LayerConfig) -> 
         tile_name=str(tile),
         dense=DenseTime(dense_backend(q, k, v), seconds["dense"], error),
         rank=RankTime(rank, rank.median / seconds["dense"].median) if rank else None,
-        rows=[row(name, point) for name, point in points.items()],
+        rows=list(starmap(row, points.items())),
     )
 
 
 def points_of(
     args: argparse.Namespace, never_stop: LayerConfig, density: Callable[[LayerConfig], Tensor]
-) -> list[TableRow]:
-    """The rows of a table: without a stop, at every density that can be reached, else as low as can be."""
+) -> dict[float | str, LayerConfig]:
+    """What a table's rows aim at: no stop, every density that can be reached, else the lowest there is."""
     lowest = with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
     floor = float(density(lowest).mean())
-    points = [TableRow("never stop", never_stop)]
+    points: dict[float | str, LayerConfig] = {"never stop": never_stop}
     for target in sorted(args.densities, reverse=True):
         if target > floor:
-            points.append(TableRow(target, bisect(never_stop, target, args.steps, density)))
+            points[target] = bisect(never_stop, target, args.steps, density)
     if min(args.densities) <= floor:
-        points.append(TableRow("lowest", lowest))
+        points["lowest"] = lowest
     return points
 
 
