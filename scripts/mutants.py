@@ -179,7 +179,8 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_batches.py", (
         ("the last row of a prompt is one that nothing reads", "return self.left > 0 and", "return self.left >= 0 and"),
-        ("a chunk runs the settings of its keys so far", "return self.keys + self.left", "return self.keys"),
+        ("a chunk runs the settings of its keys so far",
+         "return self.keys + self.left", "return self.keys"),
         ("a batch is left to the stock backend while a layer waits for its self-test",
          "if self._all_tested or largest.keys < TEST_KEYS else None", "if self.layers else None"),
     )),
