@@ -141,7 +141,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("the shortest calibrated length itself is too short",
-         "if keys < self.min_length", "if keys <= self.min_length"),
+         "if length < self.min_length", "if length <= self.min_length"),
     )),
     # masks
     ("s2o_runtime/reference/attention.py", "tests/ops/test_reference.py -k naive_loops", (

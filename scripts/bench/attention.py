@@ -143,7 +143,7 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: LayerConfig) -> 
 def points_of(
     args: argparse.Namespace, never_stop: LayerConfig, density: Callable[[LayerConfig], Tensor]
 ) -> dict[float | str, LayerConfig]:
-    """What a table's rows aim at: no stop, every density that can be reached, else the lowest there is."""
+    """Return what the rows aim at: no stop, every density that can be reached, else the lowest there is."""
     lowest = with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
     floor = float(density(lowest).mean())
     points: dict[float | str, LayerConfig] = {"never stop": never_stop}
