@@ -15,7 +15,7 @@ class DenseReason(str, Enum):
     GRADIENTS = "gradients are enabled"
     TRAINING = "the model is in training mode"
     NO_S2O_HEAD = "every head of the layer is dense"
-    ONE_SEGMENT = "the whole prompt fits one segment"
+    ONE_SEGMENT = "the prompt so far fits one segment"
     TOO_SHORT = "shorter than the shortest calibrated length, {}"
     TOO_LONG = "longer than {} keys, {:g} times the longest calibrated length"
     FEW_QUERIES = "fewer than {} queries behind a prefix, where dense is faster on this GPU"

@@ -141,7 +141,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("the shortest calibrated length itself is too short",
-         "if keys < self.min_length", "if keys <= self.min_length"),
+         "if length < self.min_length", "if length <= self.min_length"),
     )),
     # masks
     ("s2o_runtime/reference/attention.py", "tests/ops/test_reference.py -k naive_loops", (
@@ -171,14 +171,16 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     # who computes what in a server
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
-        ("a server's last rows begin one row late", "keys)] - left", "keys)] - left - 1"),
+        ("a server's last rows begin one row late", "request.length)] - left", "request.length)] - left - 1"),
     )),
     ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py", (
         ("a request without its last rows sees their keys",
          "Request(first, keys - last, reason,", "Request(first, keys, reason,"),
-        ("the last row of a prompt is one that nothing reads", "left + last > 0", "left + last >= 0"),
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_batches.py", (
+        ("the last row of a prompt is one that nothing reads", "return self.left > 0 and", "return self.left >= 0 and"),
+        ("a chunk runs the settings of its keys so far",
+         "return self.keys + self.left", "return self.keys"),
         ("a batch is left to the stock backend while a layer waits for its self-test",
          "if self._all_tested or largest.keys < TEST_KEYS else None", "if self.layers else None"),
     )),

@@ -86,7 +86,8 @@ def measure_answers(
     """Measure what profiles or candidates do to the answers about prompts of one length.
 
     Args:
-        prover: its executor tells whether the model is whole on the device, and the answers are its own.
+        prover: its executor tells whether the model is whole on the device, and the answers are its own; in its chunks
+            the variants prefill.
         prompts: of one length, at least one.
         sources: what is compared with the dense model.
         noise: measure dense attention by another kernel too, as the last of the variants. On a CPU there is none.
@@ -104,7 +105,7 @@ def measure_answers(
     for source in sources:
         history = LayerHistory()
         for layer in range(executor.geometry.layers):
-            history = history.append(LayerConfigAt.from_source(source, None, layer, length))
+            history = history.append(LayerConfigAt.from_source(source, prover.chunk, layer, length))
         histories.append(history)
     # where weights are read layer by layer, prompts move through each together
     parts = [[prompt] for prompt in prompts] if executor.resident else split_among_workers(executor, prompts)

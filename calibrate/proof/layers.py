@@ -57,15 +57,20 @@ class ConfigSource(Protocol):
     """A profile, or a candidate for one: it has a configuration for every layer at every length."""
 
     @property
-    def min_length(self) -> int:
-        """The shortest calibrated length."""
-
-    @property
     def kv_cache_dtype(self) -> KvCacheDtype:
         """The type of the server's cache that keys and values are read from."""
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """Return a layer's configuration for a prompt of `length` tokens."""
+
+
+def configure_call(source: ConfigSource, layer: int, length: int, keys: int) -> LayerConfig:
+    """Return a layer's configuration for the part of a prompt of `length` tokens that ends with so many keys.
+
+    It is that of the whole prompt, as in a server (`serving.fit.Request.length`), whose end alone has last rows.
+    """
+    config = source.layer_config(layer, length)
+    return config if keys == length else replace(config, last_rows=0)
 
 
 def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,20 +149,12 @@ class LayerConfigAt:
 
     @classmethod
     def from_source(cls, source: ConfigSource, chunk: int | None, layer: int, length: int) -> LayerConfigAt:
-        """Return a layer's configuration, and of a prompt that is fed in chunks that of each chunk.
-
-        Every chunk follows the configuration of the keys that there are by then, as the runtime would choose it, and is
-        dense while these are fewer than the shortest calibrated length. Only those of the last chunk can be last rows.
-        """
+        """Return a layer's configuration, and of a prompt that is fed in chunks that of each chunk."""
         config, cache = source.layer_config(layer, length), source.kv_cache_dtype
         if chunk is None or length <= chunk:
             return cls(config, kv_cache_dtype=cache)
-        by_keys = []
-        for keys in (*range(chunk, length, chunk), length):
-            chunk_config = source.layer_config(layer, keys)
-            chunk_config = chunk_config if keys == length else replace(chunk_config, last_rows=0)
-            by_keys.append((keys, chunk_config.as_dense() if keys < source.min_length else chunk_config))
-        return cls(config, chunk, tuple(by_keys), cache)
+        ends = (*range(chunk, length, chunk), length)
+        return cls(config, chunk, tuple((end, configure_call(source, layer, length, end)) for end in ends), cache)
 
     @cached_property
     def digest(self) -> str:

@@ -106,11 +106,6 @@ class Candidate:
         return self.recipe.all_lengths
 
     @property
-    def min_length(self) -> int:
-        """The shortest calibrated length; shorter prompts stay dense."""
-        return min(self.recipe.lengths)
-
-    @property
     def kv_cache_dtype(self) -> KvCacheDtype:
         """The type of the server's cache that the profile is for."""
         return self.recipe.kv_cache_dtype

@@ -180,8 +180,6 @@ def _divide_budget(
 class FixedConfigs:
     """A source of configurations: one for each layer, whatever the length."""
 
-    min_length = 0
-
     def __init__(self, configs: Sequence[LayerConfig], kv_cache_dtype: KvCacheDtype) -> None:
         self.configs, self.kv_cache_dtype = [config.validate() for config in configs], kv_cache_dtype
 

@@ -175,12 +175,16 @@ class DriftMonitor:
     def __reduce__(self) -> tuple[type[DriftMonitor], tuple[DriftCheck, int, ErrorLimits]]:
         return DriftMonitor, (self.check, self.layer, self.allowed)
 
-    def see(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring, kv_start: Tensor | None) -> None:
+    def see(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring, kv_start: Tensor | None,
+        length: int | None = None,
+    ) -> None:  # fmt: skip
         """Check one S2O call if it is its turn, but not while a CUDA graph is captured.
 
         Args:
             q, out: [B, Hq, Lq, D] and [B, Hq, Lq, Dv]; k, v: [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
             scoring, kv_start: as for `sample_errors`.
+            length: of the prompt whose settings the call ran; None for the number of keys.
         """
         self._calls += 1
         if self._calls % self.check.every or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -191,7 +195,7 @@ class DriftMonitor:
                 self._generators[q.device] = torch.Generator(q.device).manual_seed(self.layer)
             generator = self._generators[q.device]
             sampled = sample_errors(q, k, v, out, self.check.rows, generator, scoring, kv_start)
-            self._add(sampled, self.allowed.at(k.shape[2]))
+            self._add(sampled, self.allowed.at(length or k.shape[2]))
         if not q.is_cuda:
             self._judge()
 

@@ -96,8 +96,10 @@ def _compute(
     query, out = (call.query, out) if is_all else (call.query[span.rows], out[span.rows])
     arguments = batch.get_call(span, pages[0].shape[1])
     sample = counters.begin(layer.layer, "s2o", query.device)
+    assert span.bucket is not None
+    length = batch.fit.profile.lengths[span.bucket]
     stats = s2o_attention_paged(
-        query, *pages, layer.config(span.max_k), **arguments, scale=call.scale, out=out, return_stats=True
+        query, *pages, layer.config(length), **arguments, scale=call.scale, out=out, return_stats=True
     ).stats
     assert stats is not None
     path = "dense" if stats.backend == "dense" else "s2o"
@@ -109,7 +111,7 @@ def _compute(
             cache = PagedKeys(*pages, arguments["block_table"], arguments["cu_k"], span.max_k, span.total_k)
             packed = (query, *gather_keys(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
-            layer.drift.see(q, keys, values, output, Scoring(call.scale), None)
+            layer.drift.see(q, keys, values, output, Scoring(call.scale), None, length)
 
 
 def find_test_rows(batch: Batch) -> BatchSlice | None:

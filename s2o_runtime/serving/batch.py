@@ -33,25 +33,25 @@ class SplitRequests:
         starts: Sequence[int],
         lengths: Sequence[int],
         own_reasons: Sequence[DenseReason | None] = (),
-        count_left: Callable[[int, int], int | None] = lambda queries, keys: None,
+        tokens_left: Sequence[int | None] = (),
         count_last_rows: Callable[[int, int, int | None], int] = lambda queries, keys, left: 0,
     ) -> SplitRequests:
         """Take the last rows of N server's requests apart.
 
         starts: N + 1 positions, the first row of each request, and the end; lengths: N numbers of keys, those of the
-        queries included; own_reasons: `Request.own_reason` of each, empty if none has one; count_left: counts the
-        tokens of a request's prompt behind its queries, None if unknown; count_last_rows: as `RankProfile` has it.
+        queries included; own_reasons: `Request.own_reason` of each, empty if none has one; tokens_left: of its prompt
+        behind its queries, None where unknown, empty if all are; count_last_rows: as `RankProfile` has it.
         """
         split: list[tuple[int, int, Request, int, int]] = []
         for index, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
             reason = own_reasons[index] if own_reasons else None
-            left = count_left(end - begin, keys) if end > begin else None
+            left = tokens_left[index] if tokens_left else None
             last = count_last_rows(end - begin, keys, left) if end > begin else 0
-            first, is_unread = end - begin - last, left is not None and left + last > 0
+            first, behind = end - begin - last, left or 0
             if first or not last:
-                split.append((index, begin, Request(first, keys - last, reason, False, is_unread), 0, last))
+                split.append((index, begin, Request(first, keys - last, reason, False, behind + last), 0, last))
             if last:
-                split.append((index, begin + first, Request(last, keys, reason, True), first, 0))
+                split.append((index, begin + first, Request(last, keys, reason, True, behind), first, 0))
         indices, first_rows, requests, earlier, later = zip(*split, strict=True) if split else ((),) * 5
         return cls(indices, [*first_rows, starts[-1]], requests, earlier, later)
 
@@ -128,7 +128,7 @@ def plan_batch(
             dense_rows[reason] += request.queries
         own_bucket = ZEROS if reason is DenseReason.UNREAD else None
         if reason is None:
-            own_bucket = find_nearest(lengths, request.keys)
+            own_bucket = find_nearest(lengths, request.length)
         if index > first and (own_bucket != bucket or (bucket is not None and total_k + request.keys > max_keys)):
             slices.append(BatchSlice(first, index, starts[first], starts[index], bucket, max_q, max_k, total_k))
             first, max_q, max_k, total_k = index, 0, 0, 0

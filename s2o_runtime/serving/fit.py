@@ -48,7 +48,21 @@ class Request(NamedTuple):
     keys: int  # all tokens so far
     own_reason: DenseReason | None = None  # why the stock backend computes it in every layer, whatever its sizes
     is_last_rows: bool = False  # a prompt's last ones, which are dense (`LayerConfig.last_rows`)
-    is_unread: bool = False  # no row of it is the last of a prompt, of which alone the next token is read
+    left: int = 0  # tokens of its prompt behind these; none where that is not known
+
+    @property
+    def length(self) -> int:
+        """The tokens of the whole prompt, as far as they are known, by which its settings are chosen.
+
+        A budget is a mean over a prompt's rows, so a chunk that ran a shorter prompt's settings would have another
+        error and another density than its prompt has.
+        """
+        return self.keys + self.left
+
+    @property
+    def is_unread(self) -> bool:
+        """True if no row of it is the last of a prompt, of which alone the next token is read."""
+        return self.left > 0 and not self.is_last_rows
 
 
 @dataclass(eq=False)
@@ -56,10 +70,10 @@ class ServedLayer:
     """The settings of one layer, and the prompts that they are for."""
 
     layer: int  # the number of the decoder layer, which counters and logs name
-    config_at: Callable[[int], LayerConfig]  # for a number of keys
-    min_length: int  # fewer keys stay dense
+    config_at: Callable[[int], LayerConfig]  # for the tokens of a prompt
+    min_length: int  # shorter prompts stay dense
     rejected: str | None = None  # the reason why the layer cannot run S2O at all, if so
-    max_length: int | None = None  # more keys stay dense too, or with warn_beyond run S2O after one warning
+    max_length: int | None = None  # longer ones stay dense too, or with warn_beyond run S2O after one warning
     warn_beyond: bool = False
     heads: range | None = None  # of the layer's query heads, those that this process computes; None for all
     drift: DriftMonitor | None = None  # checks the layer's error
@@ -69,9 +83,9 @@ class ServedLayer:
     skips_unread: bool = False  # rows that nothing reads are zeros, as no layer comes behind this one
     limits: int = 0  # equal for layers between whose settings `RankProfile.dense_reason` tells no difference
 
-    def config(self, keys: int) -> LayerConfig:
-        """Return the configuration of this process's heads for so many keys; lengths that share one get one object."""
-        whole = self.config_at(keys)
+    def config(self, length: int) -> LayerConfig:
+        """Return the configuration of this process's heads for a prompt; lengths that share one get one object."""
+        whole = self.config_at(length)
         if whole not in self.configs:
             config = self.select_heads(whole)
             self.configs[whole] = config if self.ends_known else replace(config, last_rows=0)
@@ -98,16 +112,16 @@ class ServedLayer:
         self.rejected = reason
         log.error("S2O: layer %d is dense: %s", self.layer, reason)
 
-    def find_own_reason(self, keys: int) -> str | None:
-        """Return the reason why a prompt of so many keys is dense by the profile and the checks so far, or None.
+    def find_own_reason(self, length: int) -> str | None:
+        """Return the reason why a prompt of so many tokens is dense by the profile and the checks so far, or None.
 
         `ProfileFit.dense_reason` asks this too; transformers' calls leave the rest to `attention.backend`.
         """
         if reason := self.dense_verdict:
             return reason
-        if keys < self.min_length:
+        if length < self.min_length:
             return DenseReason.TOO_SHORT.with_numbers(self.min_length)
-        if self.max_length is not None and keys > self.max_length:
+        if self.max_length is not None and length > self.max_length:
             if not self.warn_beyond:
                 return DenseReason.TOO_LONG.with_numbers(self.max_length, TRUSTED_BEYOND)
             log_once(
@@ -217,11 +231,11 @@ class RankProfile:
             return DenseReason.HOST
         if layer is None:
             return None
-        if reason := layer.find_own_reason(request.keys):
+        if reason := layer.find_own_reason(request.length):
             return reason
         if layer.skips_unread and request.is_unread and request.own_reason is None:
             return DenseReason.UNREAD
-        config = layer.config(request.keys)
+        config = layer.config(request.length)
         if self.capability != NO_GPU and (obstacle := find_tile_obstacle(config.tile, head_dim, self.capability)):
             return obstacle  # a CPU runs the reference, which takes any tile
         if reason := find_dense_reason(config, shape, self.capability):
@@ -242,9 +256,10 @@ class RankProfile:
 
     def count_last_rows(self, queries: int, keys: int, left: int | None) -> int:
         """Count the queries that are dense in every layer as a prompt's last; `left` of its tokens are behind them."""
-        if left is None or keys < self.profile.min_length or self.dense_reason(Request(queries, keys)):
+        request = Request(queries, keys, left=left or 0)
+        if left is None or request.length < self.profile.min_length or self.dense_reason(request):
             return 0
-        return max(0, min(queries, self._last_rows[find_nearest(self.profile.lengths, keys)] - left))
+        return max(0, min(queries, self._last_rows[find_nearest(self.profile.lengths, request.length)] - left))
 
     def skip_unread_rows(self) -> bool:
         """Let the model's last layer compute no rows that nothing reads; return False if that may change others.

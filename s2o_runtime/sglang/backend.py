@@ -7,16 +7,18 @@ supported. Nothing in this file imports SGLang.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import add
+from operator import add, sub
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dense_reason import DenseReason
+from ..logs import log_once
 from ..serving import fit
 from ..serving.attend import LayerCall, attend
 from ..serving.batch import Batch, BatchSlice, SplitRequests
@@ -24,7 +26,7 @@ from ..serving.fit import Request, ServedLayer
 from ..serving.server import Server
 from .compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
-FAR = 1 << 40  # tokens, more than any last rows
+LENGTHS = "s2o_lengths"  # attribute of a ForwardBatch: the tokens of each request's prompt (`watch_prompts`)
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,27 @@ def find_attention_obstacle(layer: Any) -> str | None:
     return "the scores are scaled by their position" if layer.xai_temperature_len > 0 else None
 
 
+def watch_prompts(batches: Any) -> None:
+    """Give each batch of SGLang's class ForwardBatch the lengths of its prompts, as `LENGTHS`; the class is changed.
+
+    SGLang's scheduler knows them on the host; its backends are told where a chunk ends, not where its prompt does.
+    """
+    create = batches.init_new
+
+    def init_new(batch: Any, *arguments: Any, **named: Any) -> Any:
+        made = create(batch, *arguments, **named)
+        try:
+            setattr(made, LENGTHS, [len(request.full_untruncated_fill_ids) for request in batch.reqs])
+        except (AttributeError, TypeError) as error:
+            message = (
+                "S2O: this SGLang does not say how long prompts are (%r): chunks run the settings of the keys so far"
+            )
+            log_once(logging.WARNING, message, error)
+        return made
+
+    batches.init_new = init_new
+
+
 def find_reader(source: Any) -> DenseReason | None:
     """Return why hidden states of more than last rows are read of a ForwardBatch; None if they are not."""
     if source.token_indices_to_pool is not None:
@@ -216,11 +239,10 @@ class SglangBatch(Batch):
             DenseReason.ADAPTER if adapter is not None else DenseReason.PROMPT_LOGPROBS if start < count - 1 else None
             for adapter, count, start in zip(adapters, queries, starts, strict=True)
         ]
-        # SGLang says whether prompts end in a batch, not which of them; with none, all go on behind any last rows
-        ended = getattr(source, "contains_last_prefill_chunk", None)
-        left = None if ended is None else 0 if ended else FAR
+        whole: list[int] = getattr(source, LENGTHS, [])
+        left = list(map(sub, whole, lengths)) if len(whole) == len(lengths) else []
         split = SplitRequests.from_batch(
-            [0, *accumulate(queries)], lengths, own_reasons, lambda queries, keys: left, server.fit.count_last_rows
+            [0, *accumulate(queries)], lengths, own_reasons, left, server.fit.count_last_rows
         )
         self._batch = batch = source if split.are_whole else split_batch(source, split)
         super().__init__(

@@ -16,7 +16,7 @@ from ..serving.checkpoint import find_local_folder
 from ..serving.fit import Rank
 from ..serving.server import Process, Server, ServerContext, Settings, log_start_failures
 from ..serving.sources import find_interface_obstacle
-from .backend import SglangApi, mix_in
+from .backend import SglangApi, mix_in, watch_prompts
 from .compat import READ, SglangInterface
 
 FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
@@ -79,6 +79,7 @@ def make_api(runner: Any) -> SglangApi:
     from sglang.srt.layers.cp.utils import is_cp_active
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
     on_cpu = runner.device == "cpu"
@@ -108,6 +109,7 @@ def make_api(runner: Any) -> SglangApi:
         ),
     )
     _reserve(server, runner, get_schedule())
+    watch_prompts(ForwardBatch)
 
     def write(layer: Any, forward_batch: Any, keys: Any, values: Any) -> None:
         location = KVWriteLoc.for_layer(forward_batch, layer)

@@ -250,8 +250,8 @@ class VllmBatch(Batch):
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         lengths = read_lengths(common)[: common.num_reqs].tolist()
         queries = [end - begin for begin, end in pairwise(starts)]
-        reasons = list(map(find_reason, queries, lengths))
-        split = SplitRequests.from_batch(starts, lengths, reasons, count_left, server.fit.count_last_rows)
+        reasons, left = list(map(find_reason, queries, lengths)), list(map(count_left, queries, lengths))
+        split = SplitRequests.from_batch(starts, lengths, reasons, left, server.fit.count_last_rows)
         self._common = common if split.are_whole else split_batch(common, split)
         self._build = build
         super().__init__(split, server.fit, server.max_keys, lambda span: build(slice_batch(self._common, span)))

@@ -3,10 +3,9 @@
 
     python -m scripts.bench.attention [--lengths 8192,32768] [--tile 128x64x4:8:3 ...] [--out FILE.json]
 
-For every length and tile, tau is bisected until S2O computes the wanted share of the causal pairs: for each head by
-itself in S2O as it is calibrated, for all heads together in S2O as published. All times of a table come from one run
-on the same tensors, taking turns, each with a cold L2. The rate is density x dense time / time: 1 means that a
-computed pair costs what it costs cuDNN.
+For every length and tile, the tau of each head is bisected until it computes the wanted share of the causal pairs.
+Queries and keys are random. All times of a table come from one run on the same tensors, taking turns, each with a cold
+L2. The rate is density x dense time / time: 1 means that a computed pair costs what it costs cuDNN.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -27,30 +27,11 @@ from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention
 from scripts.bench import common
-from scripts.bench.calls import Job, bisect, device_tile, kernel_parts, published_config, with_taus
-from scripts.bench.inputs import Inputs, model_qkv, random_qkv, rel_mse, repeated_qkv
-from scripts.bench.schema import (
-    PUBLISHED,
-    AttentionEntry,
-    AttentionFile,
-    AttentionRow,
-    DenseTime,
-    RankTime,
-    Spread,
-    write,
-)
+from scripts.bench.calls import Job, bisect, device_tile, kernel_parts, with_taus
+from scripts.bench.inputs import Inputs, random_qkv, rel_mse
+from scripts.bench.schema import AttentionEntry, AttentionFile, AttentionRow, DenseTime, RankTime, Spread, write
 
 NAME = "scripts.bench.attention"
-S2O = "S2O"
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """One row of a table: a form of S2O, what was aimed at, and the config that comes nearest."""
-
-    form: str
-    target: float | str
-    config: LayerConfig
 
 
 def parser() -> common.Parser:
@@ -65,7 +46,6 @@ def parser() -> common.Parser:
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
     add("--representatives", 1, "means of so many parts of a segment rank its keys", type=int, metavar="N")
     add("--tail", "none", "what is done with the keys behind the stop", choices=("none", "mean"))
-    add("--data", "random", "random, or a model (demo, an alias, a folder) to capture q, k, v of", metavar="NAME")
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
     add("--error-rows", 256, "query rows, drawn at random, whose errors are measured", type=int, metavar="N")
@@ -98,107 +78,80 @@ def measure(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     args.backend = args.backend or ("triton" if device.type == "cuda" else "reference")
     tiles = args.tile or [device_tile(args.head_dim, device)]
-    forms = [never_stopping(args, tile) for tile in tiles]
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "tile")}
     file = AttentionFile(settings=settings, results=[], cold_l2=device.type == "cuda", **common.machine(device))
     for length in args.lengths:
         inputs = inputs_of(args, length, device)
-        for form in forms:
-            file.results.append(bench(args, inputs, form))
+        for tile in tiles:
+            ranking = {name: getattr(args, name) for name in ("segment", "representatives", "tail")}
+            file.results.append(bench(args, inputs, LayerConfig.uniform(args.heads[0], tile=tile, **ranking)))
             print_entry(file.results[-1])
             write(args.out, file)
 
 
-def never_stopping(args: argparse.Namespace, tile: TileConfig) -> dict[str, LayerConfig]:
-    """The forms of S2O with a tau of 0, which never stops."""
-    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "tail")}
-    return {
-        S2O: LayerConfig.uniform(args.heads[0], tile=tile, **ranking),
-        PUBLISHED: published_config(args.heads[0], 0.0, args.segment, tile),
-    }
-
-
 def inputs_of(args: argparse.Namespace, length: int, device: torch.device) -> Inputs:
-    """The q, k, v that --data names."""
-    dtype = getattr(torch, args.dtype)
-    if args.data == "random":
-        size = {"length": length, "batch": args.batch, "heads": args.heads, "head_dim": args.head_dim}
-        qkv = random_qkv(**size, dtype=dtype, seed=args.seed, device=device)
-    else:
-        layers = model_qkv(args.data, length, args.batch, args.seed, device)
-        qkv = repeated_qkv(layers, args.heads, args.head_dim, dtype)
+    """Random q, k, v of a length."""
+    size = {"length": length, "batch": args.batch, "heads": args.heads, "head_dim": args.head_dim}
+    qkv = random_qkv(**size, dtype=getattr(torch, args.dtype), seed=args.seed, device=device)
     return Inputs.of(qkv, args.error_rows, args.seed)
 
 
-def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerConfig]) -> AttentionEntry:
-    """Dense attention, the rankings, and a row for each form and density, at one length with one tile."""
+def bench(args: argparse.Namespace, inputs: Inputs, never_stop: LayerConfig) -> AttentionEntry:
+    """Dense attention, the ranking, and a row for each density, at one length with one tile."""
     q, k, v = inputs.q, inputs.k, inputs.v
 
     def density(config: LayerConfig) -> Tensor:
         return s2o_attention(q, k, v, config, backend=args.backend, return_stats=True).density.cpu()
 
-    def mean_density(config: LayerConfig) -> Tensor:
-        of_heads = density(config)
-        return of_heads.mean().expand_as(of_heads)
-
-    points: dict[str, TableRow] = {}  # by the name of their job
-    jobs: dict[str, Job] = {"dense": partial(dense_attention, q, k, v)}
-    for form, config in never_stop.items():
-        of_form = points_of(args, form, config, mean_density if form == PUBLISHED else density)
-        named = {f"{form}, {point.target}": point for point in of_form}
-        jobs |= {name: partial(s2o_attention, q, k, v, p.config, backend=args.backend) for name, p in named.items()}
-        if args.backend == "triton":
-            jobs[f"{form}, rank"], prefills = kernel_parts(q, k, v, [point.config for point in of_form])
-            jobs |= {f"{name}, prefill": prefill for name, prefill in zip(named, prefills, strict=True)}
-        points |= named
+    points = points_of(args, never_stop, density)
+    jobs: dict[str, Job] = {"dense": partial(dense_attention, q, k, v)}  # S2O's by what was aimed at
+    for target, config in points.items():
+        jobs[str(target)] = partial(s2o_attention, q, k, v, config, backend=args.backend)
+    if args.backend == "triton":
+        jobs["rank"], prefills = kernel_parts(q, k, v, list(points.values()))
+        jobs |= {f"{target}, prefill": prefill for target, prefill in zip(points, prefills, strict=True)}
     seconds = {name: common.spread(times) for name, times in sample_times(jobs, q.device, args.rounds).items()}
 
-    def row(name: str, point: TableRow) -> AttentionRow:
-        of_heads, prefill = density(point.config), seconds.get(f"{name}, prefill")
+    def row(target: float | str, config: LayerConfig) -> AttentionRow:
+        of_heads, prefill = density(config), seconds.get(f"{target}, prefill")
         mean = float(of_heads.mean())
         work = mean * seconds["dense"].median
         return AttentionRow(
-            target=point.target,
+            target=target,
             density=mean,
-            seconds=seconds[name],
+            seconds=seconds[str(target)],
             prefill_seconds=prefill,
-            rate=work / seconds[name].median,
+            rate=work / seconds[str(target)].median,
             prefill_rate=work / prefill.median if prefill else None,
-            rel_mse=rel_mse(jobs[name]()[:, :, inputs.rows], inputs.exact),
+            rel_mse=rel_mse(jobs[str(target)]()[:, :, inputs.rows], inputs.exact),
             density_of_heads=of_heads.tolist(),
-            tau_of_heads=[head.tau for head in point.config.heads],
-            form=point.form,
+            tau_of_heads=[head.tau for head in config.heads],
         )
 
-    def rank(form: str) -> RankTime | None:
-        time = seconds.get(f"{form}, rank")
-        return RankTime(time, time.median / seconds["dense"].median) if time else None
-
-    tile = never_stop[S2O].tile
+    tile, rank = never_stop.tile, seconds.get("rank")
     error = rel_mse(jobs["dense"]()[:, :, inputs.rows], inputs.exact)
     return AttentionEntry(
         length=q.shape[2],
         tile=asdict(tile),
         tile_name=str(tile),
         dense=DenseTime(dense_backend(q, k, v), seconds["dense"], error),
-        rank=rank(S2O),
-        published_rank=rank(PUBLISHED),
-        rows=[row(name, point) for name, point in points.items()],
+        rank=RankTime(rank, rank.median / seconds["dense"].median) if rank else None,
+        rows=list(starmap(row, points.items())),
     )
 
 
 def points_of(
-    args: argparse.Namespace, form: str, never_stop: LayerConfig, density: Callable[[LayerConfig], Tensor]
-) -> list[TableRow]:
-    """The rows of one form: without a stop, at every density that can be reached, else as low as can be."""
+    args: argparse.Namespace, never_stop: LayerConfig, density: Callable[[LayerConfig], Tensor]
+) -> dict[float | str, LayerConfig]:
+    """Return what the rows aim at: no stop, every density that can be reached, else the lowest there is."""
     lowest = with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
     floor = float(density(lowest).mean())
-    points = [TableRow(form, "never stop", never_stop)]
+    points: dict[float | str, LayerConfig] = {"never stop": never_stop}
     for target in sorted(args.densities, reverse=True):
         if target > floor:
-            points.append(TableRow(form, target, bisect(never_stop, target, args.steps, density)))
+            points[target] = bisect(never_stop, target, args.steps, density)
     if min(args.densities) <= floor:
-        points.append(TableRow(form, "lowest", lowest))
+        points["lowest"] = lowest
     return points
 
 
@@ -214,16 +167,15 @@ def print_entry(entry: AttentionEntry) -> None:
     dense = entry.dense
     title = f"{entry.length} tokens, tile {entry.tile_name}: {dense.backend} {_ms(dense.seconds)} ms, "
     title += f"rel_mse {dense.rel_mse:.1e}"
-    for form, rank in ((S2O, entry.rank), (PUBLISHED, entry.published_rank)):
-        if rank:
-            title += f"\n{form}: ranking {_ms(rank.seconds)} ms, {rank.share_of_dense:.1%} of dense"
-    names = "form", "target", "density", "tau", "ms (p25-p75)", "vs dense", "rate", "without ranking", "rate", "rel_mse"
+    if entry.rank:
+        title += f"\nranking {_ms(entry.rank.seconds)} ms, {entry.rank.share_of_dense:.1%} of dense"
+    names = "target", "density", "tau", "ms (p25-p75)", "vs dense", "rate", "without ranking", "rate", "rel_mse"
     lines = []
     for row in entry.rows:
         taus = row.tau_of_heads
         alone = (_ms(row.prefill_seconds), f"{row.prefill_rate:.2f}") if row.prefill_seconds else ("-", "-")
         lines.append((
-            row.form, str(row.target), f"{row.density:.3f}", f"{min(taus):.2g} .. {max(taus):.2g}", _ms(row.seconds),
+            str(row.target), f"{row.density:.3f}", f"{min(taus):.2g} .. {max(taus):.2g}", _ms(row.seconds),
             f"{dense.seconds.median / row.seconds.median:.2f}x", f"{row.rate:.2f}", *alone, f"{row.rel_mse:.1e}",
         ))  # fmt: skip
     common.print_table(title, names, lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from scripts.bench.schema import CALIBRATED, DENSE, EVERYTHING, FLASH, PROVEN, MethodRow, MethodsEntry
+from scripts.bench.schema import CALIBRATED, DENSE_NAMES, EVERYTHING, PROVEN, MethodRow, MethodsEntry
 
 POINT = 0.01  # of the answers, which a setting may lose against dense
 
@@ -20,7 +20,7 @@ def fastest(rows: Iterable[MethodRow], keeps: Callable[[MethodRow], bool] = lamb
     """
     best: dict[str, MethodRow] = {}
     for row in sorted(rows, key=lambda row: row.seconds):
-        counts = row.density < EVERYTHING or row.method in (DENSE, FLASH)
+        counts = row.density < EVERYTHING or row.method in DENSE_NAMES
         if counts and (row.method != CALIBRATED or row.setting.endswith(PROVEN)) and keeps(row):
             best.setdefault(row.method, row)
     return best
@@ -64,9 +64,11 @@ def print_boards(entry: MethodsEntry, errors: Iterable[float]) -> None:
     """Print the boards of a length: at each of these rel_mse, and under chunks."""
     for error in errors:
         print_rows(f"{entry.length} tokens, rel_mse of at most {error:g}", at_error(entry.rows, error).values())
-    for chunk in dict.fromkeys(row.chunk for row in entry.chunked):
-        title = f"{entry.length} tokens in chunks of {chunk}"
-        print_rows(title, [row for row in entry.chunked if row.chunk == chunk])
+    whole = min((row.seconds for row in entry.rows if row.method in DENSE_NAMES), default=0.0)
+    for chunk, turn in dict.fromkeys((row.chunk, row.turn) for row in entry.chunked):
+        of_calls = f"in chunks of {chunk} (dense whole {1e3 * whole:.2f} ms)" if chunk else f"the last {turn} alone"
+        rows = [row for row in entry.chunked if (row.chunk, row.turn) == (chunk, turn)]
+        print_rows(f"{entry.length} tokens, {of_calls}", rows)
 
 
 def print_rows(title: str, rows: Iterable[MethodRow]) -> None:

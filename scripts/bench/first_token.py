@@ -2,7 +2,7 @@
 """The time to the first token of vLLM's whole engine, its stock backend against S2O.
 
     python -m scripts.bench.first_token --model demo --profile profiles/demo/nvidia-h200/rel-mse-0.001.safetensors
-    python -m scripts.bench.first_token --model llama-3.1-8b --density 0.25 --chunks 2048,8192 --hits 0,0.5,0.99
+    python -m scripts.bench.first_token --model llama-3.1-8b --density 0.25 --chunks 2048,8192
 
 Each engine runs in a process of its own, with a part of the GPU's memory. Both read the same prompts in turns, one at
 a time, so that what else the machine does meets both; with CUDA graphs, torch.compile and the prefix cache, as a server
@@ -10,10 +10,12 @@ does by default. The cache is emptied before a prompt that is not to hit it. S2O
 prompts of a kind are not counted: they may include compiling, and S2O records launches in the second to the fourth of
 like calls, to replay them from then on. All chunks are timed in one engine, which is started for the largest.
 
---control starts the stock engine twice: by as much as these two differ, any two processes of this machine do.
+Beside whole prompts of --lengths there are an agent's turns: --new tokens behind --cached ones, as far as they fit the
+longest of --lengths. "stock / S2O" is the median over turns of both engines, each
+turn with one prompt, and in parentheses an interval that holds it with 95% confidence (94% of five turns): where that
+is all below 1, S2O is slower.
 
---rates has requests arrive at random times, so many a second on average, and generate --tokens tokens each (an open
-loop): the time to the first token is then counted from a request's arrival.
+--control starts the stock engine twice: by as much as these two differ, any two processes of this machine do.
 
 With --profile each engine is asked for eight codes that are hidden in a text of the longest length.
 With --density vLLM draws weights for the model's sizes, prompts are random tokens, and the profile is written here.
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -36,12 +39,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from multiprocessing import get_context
+from operator import truediv
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from scipy.stats import binom
 
 from calibrate.model.models import load_config, load_tokenizer, resolve
 from calibrate.prompts.documents import make_prompts_of_one_text, shuffle_held_out_sources, take_first_tokens
@@ -83,7 +88,7 @@ class FirstTokens:
     """One engine with one kind of prompt.
 
     first_seconds: of the first prompt. cached: tokens from the prefix cache, the fewest of a timed prompt.
-    answers: the first token after each prompt.
+    answers: the first token after each prompt. turns: seconds of each timed prompt; older files lack them.
     """
 
     engine: str
@@ -92,18 +97,19 @@ class FirstTokens:
     first_seconds: float
     cached: int
     answers: list[int]
+    turns: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class OpenLoop:
     """One engine under requests that arrive at random times. Times are in seconds.
 
-    rate: of the requests, a second. first_median, first_p99: from a request's arrival to its first token.
+    requests: how many. rate: of them a second. first_median, first_p99: from a request's arrival to its first token.
     between_median, between_p99: from a token of a request to its next, while others are read.
     """
 
     engine: str
-    length: int
+    requests: int
     rate: float
     first_median: float
     first_p99: float
@@ -124,28 +130,26 @@ class FirstTokenFile(ResultFile):
 
     format: str = "s2o-bench-first-token/2"
     rows: list[FirstTokens]
-    open_loop: list[OpenLoop] = field(default_factory=list)
     needles: dict[str, int] = field(default_factory=dict)
     summary: str
     density: dict[str, float]
 
 
-def parser() -> common.Parser:
-    out, add = common.bench_parser(NAME, __doc__)
+def parser(name: str = NAME, doc: str | None = __doc__) -> common.Parser:
+    """Return the parser of this bench, or of another one of the same engines."""
+    out, add = common.bench_parser(name, doc)
     add("--model", "demo", "alias, folder or hub id; with --density an alias or folder whose sizes are taken")
     add("--profile", help="the model's profile", type=Path, metavar="FILE")
     add("--density", help="draw weights, and skip so that this share is computed", type=float, metavar="X")
     add("--lengths", "8192,32768,131072", "tokens of a prompt", type=common.int_list("8192,131072"), metavar="N,N")
     add("--chunks", "8192", "tokens that the engine reads in a step", type=common.int_list("2048,8192"), metavar="N,N")
-    add("--hits", "0", "shares of a prompt that are cached", type=common.float_list("0,0.5"), metavar="X,X")
-    add("--repeats", 3, "long prompts of each kind that are timed", type=int, metavar="N")
+    add("--cached", "32768,98304", "cached tokens", type=common.int_list("32768"), metavar="N,N")
+    add("--new", "512,2048,8192", "tokens behind them", type=common.int_list("512,2048"), metavar="N,N")
+    add("--repeats", 5, "long prompts of each kind that are timed", type=int, metavar="N")
     add("--uncounted", 4, "prompts of each kind that are read before those", type=int, metavar="N")
-    add("--rates", (), "requests a second of an open loop", type=common.float_list("0.5,1"), metavar="X,X")
-    add("--requests", 16, "at each rate, of the longest length and the largest chunk", type=int, metavar="N")
-    add("--tokens", 64, "that each of them generates", type=int, metavar="N")
     out.add_argument("--control", action="store_true", help="start the stock engine twice")
     out.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts sooner")
-    common.add_machine(add, "bench_first_token.json")
+    common.add_machine(add, f"bench_{name.rpartition('.')[2]}.json")
     return out
 
 
@@ -156,26 +160,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> None:
     """Run both engines, print the table and write --out, after each kind of prompt too."""
+    with start_engines(args) as engines:
+        text, rows = Text(args), []
+        for kind in list_kinds(args):
+            rows += first_tokens_of(engines, kind, text, args)
+            write(args.out, file_of(args, engines[S2O], rows))
+        needles = {} if args.profile is None else {name: one.call("needles") for name, one in engines.items()}
+        print(f"needles: {needles}", flush=True)
+        file = file_of(args, engines[S2O], rows, needles=needles)
+        if not file.summary:
+            raise ConfigError("no row was computed by S2O: use --lengths that the profile covers")
+        write(args.out, file)
+    report(file)
+
+
+@contextmanager
+def start_engines(args: argparse.Namespace) -> Iterator[dict[str, Remote]]:
+    """Yield the engines, by name."""
     check(args)
     os.environ.update(VARIABLES)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engines = {name: Remote(name, args, Path(folder) / name) for name in names_of(args)}
         for engine in engines.values():  # one behind the other: each looks at how much memory is free
             stack.enter_context(engine)
-        text, rows, loops = Text(args), [], []
-        for kind in (PromptKind(*of) for of in product(args.lengths, args.chunks, args.hits)):
-            rows += first_tokens_of(engines, kind, text, args)
-            write(args.out, file_of(args, engines[S2O], rows))
-        needles = {} if args.profile is None else {name: one.call("needles") for name, one in engines.items()}
-        print(f"needles: {needles}", flush=True)
-        for rate in args.rates:
-            prompts, arrivals = text.arriving(rate, args)
-            loops += [one.call("open_loop", rate, prompts, arrivals) for one in engines.values()]
-        file = file_of(args, engines[S2O], rows, open_loop=loops, needles=needles)
-        if not file.summary:
-            raise ConfigError("no row was computed by S2O: use --lengths that the profile covers")
-        write(args.out, file)
-    report(file)
+        yield engines
+
+
+def list_kinds(args: argparse.Namespace) -> list[PromptKind]:
+    """List the kinds of prompts: whole ones, then turns."""
+    sizes = [(cached + new, chunk, cached) for cached, new, chunk in product(args.cached, args.new, args.chunks)]
+    turns = [PromptKind(length, chunk, hit / length) for length, chunk, hit in sizes if length <= args.lengths[-1]]
+    return [PromptKind(*size, 0.0) for size in product(args.lengths, args.chunks)] + turns
 
 
 def names_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -185,21 +200,22 @@ def names_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 def file_of(args: argparse.Namespace, s2o: Remote, rows: list[FirstTokens], **more: Any) -> FirstTokenFile:
     """Return what is known so far."""
+    return FirstTokenFile(settings=settings_of(args), rows=rows, **s2o.call("seen"), **more)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options as a file has them."""
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "profile")}
-    settings["profile"] = None if args.profile is None else str(args.profile)
-    return FirstTokenFile(settings=settings, rows=rows, **s2o.call("seen"), **more)
+    return settings | {"profile": None if args.profile is None else str(args.profile)}
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError or ProfileError for what can be known before an engine starts, which takes a minute."""
     common.check_device(args)
-    common.check_least(args, 1, "repeats", "uncounted", "requests", "tokens")
+    common.check_least(args, 5, "repeats")
+    common.check_least(args, 1, "uncounted")
     if min(args.lengths[0], args.chunks[0]) < 1:
         raise ConfigError("--lengths and --chunks need numbers of at least 1")
-    if not 0 <= args.hits[0] <= args.hits[-1] < 1:
-        raise ConfigError(f"--hits are {', '.join(map(str, args.hits))}: use shares from 0 to below 1")
-    if args.rates and args.rates[0] <= 0:
-        raise ConfigError(f"--rates begin with {args.rates[0]:g}: use numbers above 0")
     if find_spec("vllm") is None:
         raise ConfigError("vllm is not installed: run pip install vllm, on a machine with an NVIDIA GPU")
     if (args.profile is None) == (args.density is None):
@@ -268,12 +284,12 @@ class Served:
 
             self.llm = vllm.LLM(**engine_options(engine, args, folder))
 
-    def prepare(self, chunk: int, shared: list[int]) -> None:
-        """Read prompts in such chunks from now on, with these tokens in the cache."""
+    def prepare(self, chunk: int, cached: list[list[int]]) -> None:
+        """Read prompts in such chunks from now on, with these prefixes and no others in the cache."""
         set_chunk(self.llm, chunk)
-        if shared:
-            self.llm.reset_prefix_cache()
-            self.read(shared, reset=False)
+        self.llm.reset_prefix_cache()
+        for prefix in cached:
+            self.read(prefix, reset=False)
 
     def read(self, prompt: list[int], reset: bool) -> tuple[float, int, int]:
         """Seconds to the first token of a prompt, tokens of it that were cached, and the token. reset: the cache."""
@@ -292,43 +308,42 @@ class Served:
             tokenizer, self.args.lengths[-1] - NEEDLE_TOKENS, NEEDLES, random.Random(7)
         )
         with failures(self.engine):
-            set_chunk(self.llm, self.args.chunks[-1])
-            self.llm.reset_prefix_cache()
+            self.prepare(self.args.chunks[-1], [])
             outputs = answer(self.llm, prompts, NEEDLE_TOKENS)  # all prompts but the first hit the cache
         texts = [tokenizer.decode(output.outputs[0].token_ids) for output in outputs]
         return sum(code in text for code, text in zip(codes, texts, strict=True))
 
-    def open_loop(self, rate: float, prompts: list[list[int]], arrivals: list[float]) -> OpenLoop:
-        """Answer requests that arrive at these times, with --tokens tokens each."""
+    def open_loop(
+        self, rate: float, prompts: list[list[int]], arrivals: list[float], cached: list[list[int]], tokens: int
+    ) -> OpenLoop:
+        """Answer requests that arrive at these times with so many tokens each, behind what is cached."""
         with failures(self.engine):
-            times = self._arrive(rate, prompts, arrivals)
+            self.prepare(self.args.chunks[-1], cached)
+            times = self._arrive(prompts, arrivals, tokens)
         first = [of_request[0] - arrival for of_request, arrival in zip(times, arrivals, strict=True)]
         between = [after - before for of_request in times for before, after in pairwise(of_request)]
-        loop = OpenLoop(self.engine, len(prompts[0]), rate, *p50_p99(first), *p50_p99(between))
+        loop = OpenLoop(self.engine, len(prompts), rate, *p50_p99(first), *p50_p99(between))
         print(f"{self.engine}: {loop}", flush=True)
         return loop
 
-    def _arrive(self, rate: float, prompts: list[list[int]], arrivals: list[float]) -> list[list[float]]:
+    def _arrive(self, prompts: list[list[int]], arrivals: list[float], tokens: int) -> list[list[float]]:
         """Return the time of each token of each request, in seconds since the first could arrive."""
         import vllm
 
-        set_chunk(self.llm, self.args.chunks[-1])
-        self.llm.reset_prefix_cache()
-        tokens = self.args.tokens
         parameters = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         times: list[list[float]] = [[] for _ in prompts]
         engine, added, began = self.llm.llm_engine, 0, time.perf_counter()
         while added < len(prompts) or engine.has_unfinished_requests():
             now = time.perf_counter() - began
             while added < len(prompts) and arrivals[added] <= now:
-                engine.add_request(f"{rate}/{added}", {"prompt_token_ids": prompts[added]}, parameters)
+                engine.add_request(str(added), {"prompt_token_ids": prompts[added]}, parameters)
                 added += 1
             if not engine.has_unfinished_requests():
                 time.sleep(max(arrivals[added] - now, 1e-3))
                 continue
             outputs, now = engine.step(), time.perf_counter() - began
             for output in outputs:
-                of_request = times[int(output.request_id.split("/")[1])]
+                of_request = times[int(output.request_id)]
                 of_request += [now] * (len(output.outputs[0].token_ids) - len(of_request))
         return times
 
@@ -362,9 +377,9 @@ def first_tokens_of(
     engines: dict[str, Remote], kind: PromptKind, text: Text, args: argparse.Namespace
 ) -> list[FirstTokens]:
     """Time one kind of prompt in both engines, in turns."""
-    shared = text.tokens(int(kind.hit * kind.length))
+    shared = text.tokens(round(kind.hit * kind.length))
     for engine in engines.values():
-        engine.call("prepare", kind.chunk, shared)
+        engine.call("prepare", kind.chunk, [shared] if shared else [])
     reads: dict[str, list[tuple[float, int, int]]] = {name: [] for name in engines}
     repeats = args.repeats * max(1, min(8, LONG // (kind.length - len(shared))))  # a short one's host time varies
     for turn in range(args.uncounted + repeats):
@@ -374,8 +389,8 @@ def first_tokens_of(
     rows = []
     for name, of_engine in reads.items():
         seconds, cached, answers = (list(values) for values in zip(*of_engine, strict=True))
-        fewest = min(cached[args.uncounted :])
-        rows.append(FirstTokens(name, kind, common.spread(seconds[args.uncounted :]), seconds[0], fewest, answers))
+        fewest, turns = min(cached[args.uncounted :]), seconds[args.uncounted :]
+        rows.append(FirstTokens(name, kind, common.spread(turns), seconds[0], fewest, answers, turns))
     times = [(row.engine, row.seconds.median * 1e3, row.first_seconds * 1e3) for row in rows]
     print(f"{kind}: {'; '.join(f'{name} {ms:.1f} ms, the first {first:.0f}' for name, ms, first in times)}", flush=True)
     return rows
@@ -470,10 +485,12 @@ class Text:
         start = self.rng.randrange(len(self.ids) - length)
         return self.ids[start : start + length]
 
-    def arriving(self, rate: float, args: argparse.Namespace) -> tuple[list[list[int]], list[float]]:
-        """Prompts that are with their answers of the longest length, and random times, `rate` a second."""
-        prompts = [self.tokens(args.lengths[-1] - args.tokens) for _ in range(args.requests)]
-        return prompts, list(accumulate(self.rng.expovariate(rate) for _ in prompts))
+
+def compare_turns(stock: list[float], other: list[float]) -> tuple[float, float, float]:
+    """Return how many times faster the other engine's turns were: the median, and an interval from order statistics."""
+    ratios = sorted(map(truediv, stock, other))
+    first = max(0, int(binom.ppf(0.025, len(ratios), 0.5)) - 1)
+    return statistics.median(ratios), ratios[first], ratios[-1 - first]
 
 
 def report(file: FirstTokenFile) -> None:
@@ -484,23 +501,17 @@ def report(file: FirstTokenFile) -> None:
         stock, s2o = rows[STOCK, kind], rows[S2O, kind]
         alike = sum(a == b for a, b in zip(stock.answers, s2o.answers, strict=True))
         medians = [f"{row.seconds.median * 1e3:.1f}" for row in (stock, s2o)]
-        ratio = f"{stock.seconds.median / s2o.seconds.median:.2f}x"
+        ratio, low, high = compare_turns(stock.turns, s2o.turns)
+        verdict = "faster" if low > 1 else "slower" if high < 1 else "alike"
         again = rows.get((AGAIN, kind))
         first = [f"{row.first_seconds * 1e3:.0f}" for row in (stock, s2o)]
         numbers = [str(kind.length), str(kind.chunk), str(s2o.cached)]
-        noise = "-" if again is None else f"{stock.seconds.median / again.seconds.median:.2f}x"
-        cells.append([*numbers, *medians, ratio, noise, *first, f"{alike} of {len(stock.answers)}"])
+        noise = "-" if again is None else f"{compare_turns(stock.turns, again.turns)[0]:.2f}x"
+        interval = f"{ratio:.2f}x ({low:.2f} to {high:.2f})"
+        cells.append([*numbers, *medians, interval, verdict, noise, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
-    times = ("stock, ms", "S2O, ms", "stock / S2O", "stock / again", "first stock, ms", "first S2O, ms")
+    times = ("stock, ms", "S2O, ms", "stock / S2O", "S2O is", "stock / again", "first stock, ms", "first S2O, ms")
     common.print_table(title, ("tokens", "chunk", "cached", *times, "same token"), cells)
-    if file.open_loop:
-        quantiles = ("first p50, ms", "first p99, ms", "between p50, ms", "between p99, ms")
-        cells = [
-            [row.engine, str(row.length), f"{row.rate:g}"]
-            + [f"{t * 1e3:.1f}" for t in (row.first_median, row.first_p99, row.between_median, row.between_p99)]
-            for row in file.open_loop
-        ]
-        common.print_table("open loop", ("engine", "tokens", "requests / s", *quantiles), cells)
     for engine, right in file.needles.items():
         print(f"{engine}: {right} of {NEEDLES} needles")
     print(f"S2O: {file.summary}")

@@ -27,25 +27,31 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call: q [B, Hq, L, D], k and v [B, Hkv, L, D]; rows: sampled query rows [R]; exact: attention there."""
+    """One call: q [B, Hq, Lq, D], k and v [B, Hkv, Lk, D]; rows: sampled query rows [R]; exact: attention there.
+
+    length: of the whole prompt, which the queries of a chunk do not end.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     rows: Tensor
     exact: Tensor
+    length: int
     layer: int = 0
 
     @classmethod
     def of(cls, qkv: QKV, error_rows: int, seed: int, layer: int = 0) -> Inputs:
         rows = sample_rows(qkv[0].shape[2], error_rows, seed).to(qkv[0].device)
-        return cls(*qkv, rows, exact_rows(*qkv, rows), layer)
+        return cls(*qkv, rows, exact_rows(*qkv, rows), qkv[1].shape[2], layer)
 
     def chunks(self, size: int) -> list[Inputs]:
         """The calls of a server that takes `size` queries at a time, each behind all keys so far; rows stay whole."""
-        edges = pairwise([*range(0, self.q.shape[2], size), self.q.shape[2]])
+        before, q = self.length - self.q.shape[2], self.q
+        ends = ((begin, min(begin + size, q.shape[2])) for begin in range(0, q.shape[2], size))
         return [
-            replace(self, q=self.q[:, :, begin:end], k=self.k[:, :, :end], v=self.v[:, :, :end]) for begin, end in edges
+            replace(self, q=q[:, :, begin:end], k=self.k[:, :, : before + end], v=self.v[:, :, : before + end])
+            for begin, end in ends
         ]
 
 
@@ -134,28 +140,6 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
         q, k, v = (torch.cat([getattr(prompt, name) for prompt in prompts]) for name in "qkv")
         factor = prompts[0].scale * q.shape[3] ** 0.5
         yield q if math.isclose(factor, 1.0) else q * factor, k, v
-
-
-def repeated_qkv(layers: Iterator[QKV], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> QKV:
-    """The heads of a model's layers one after another, repeated where they are too few for one call.
-
-    Raises ConfigError if the model's heads have another ratio or size.
-    """
-    parts: list[QKV] = []
-    for q, k, v in layers:
-        query_heads, kv_heads = q.shape[1], k.shape[1]
-        if (query_heads * heads[1], q.shape[3]) != (heads[0] * kv_heads, head_dim):
-            sizes = f"{query_heads}/{kv_heads} heads of {q.shape[3]}"
-            raise ConfigError(f"the model has {sizes}: use --heads of that ratio and that --head-dim")
-        parts.append((q, k, v))
-        if len(parts) * kv_heads >= heads[1]:
-            break
-    q, k, v = (torch.cat(tensors, 1).to(dtype) for tensors in zip(*parts, strict=True))
-    return _repeated(q, heads[0]), _repeated(k, heads[1]), _repeated(v, heads[1])
-
-
-def _repeated(t: Tensor, heads: int) -> Tensor:
-    return t[:, torch.arange(heads, device=t.device) % t.shape[1]]
 
 
 def file_qkv(path: Path, length: int, device: torch.device) -> Iterator[QKV]:

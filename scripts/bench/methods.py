@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """Time, density and error of S2O and of the baselines on the same q, k, v, and two boards of who is fastest.
 
-    python -m scripts.bench.methods [--methods dense flash s2o pbs:keep=0.9 ...] [--profile FILE]
-                                    [--chunks 2048,8192]
+    python -m scripts.bench.methods [--methods dense s2o pbs:keep=0.9 ...] [--profile FILE]
+                                    [--chunks 2048,8192] [--turns 512,2048]
 
-A method without options stands for a ladder of settings; "s2o" is S2O with one setting for all heads. Each --profile is
+A method without options stands for a ladder of settings; "s2o" is S2O with one setting for all heads, "dense" every
+dense kernel that is here, of which the fastest for the same calls is what methods are compared with. Each --profile is
 S2O, calibrated. Settings are written as s2o-eval takes them. Every layer of the model is one call for all prompts of
 the batch. Times are the GPU's, of all layers together, each call with a cold L2, all methods in turns; "selecting" is
 ranking or choosing blocks. Errors are against float32 dense attention in sampled rows.
 
 The boards have each method's fastest measured setting at a length, and the command that measures it again: at equal
-error, for each of --errors; and under --chunks, for the settings of the first board and each method's fastest. Settings
+error, for each of --errors; and under --chunks and --turns, for the settings of the first board and each method's
+fastest: all queries so many at a time, and the last so many alone, as an agent's turn behind a cached prefix. Settings
 at equal answers are those of scripts.bench.equal_answers.
 """
 
@@ -32,6 +34,7 @@ from torch import Tensor
 from calibrate.curves.curves import compute_row_errors, select_worst
 from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
 from calibrate.evaluation.run import make_digest
+from calibrate.proof.layers import configure_call
 from calibrate.record import read_record
 from calibrate.timing import sample_times
 from s2o_runtime.attention.api import s2o_attention
@@ -47,9 +50,9 @@ from scripts.bench import common
 from scripts.bench.baselines.run import attend, baseline_attention, select
 from scripts.bench.baselines.settings import BASELINES, Baseline
 from scripts.bench.boards import candidates, print_boards, print_rows, text_of
-from scripts.bench.calls import flash_attention, kernel_parts
+from scripts.bench.calls import Attention, kernel_parts, list_dense_kernels
 from scripts.bench.inputs import Inputs, file_qkv, model_qkv
-from scripts.bench.schema import CALIBRATED, DENSE, FLASH, ONE_SETTING, PROVEN, LayerRow, MethodRow, MethodsEntry, write
+from scripts.bench.schema import CALIBRATED, DENSE_NAMES, ONE_SETTING, PROVEN, LayerRow, MethodRow, MethodsEntry, write
 from scripts.bench.schema import MethodsFile as File
 
 NAME = "scripts.bench.methods"
@@ -88,12 +91,13 @@ Settings = dict[Key, Callable[[Inputs], MethodCall]]
 
 def parser() -> common.Parser:
     out, add = common.bench_parser(NAME, __doc__)
-    add("--methods", ("dense", "flash", "s2o", *BASELINES), "methods, or settings", nargs="+", metavar="NAME")
+    add("--methods", ("dense", "s2o", *BASELINES), "methods, or settings", nargs="+", metavar="NAME")
     add("--lengths", "8192,32768,131072", type=common.int_list("8192,32768"), metavar="N,N")
     add("--data", "demo", "a model to capture q, k, v of, or FILE.safetensors with q, k and v [B, H, L, D]")
     out.add_argument("--profile", type=Path, action="append", default=[], help="for --data's model; repeatable")
     add("--errors", "0.001,0.01,0.03", "rel_mse of a board", type=common.float_list("0.001,0.01"), metavar="X,X")
     add("--chunks", (), "queries of a call, for the second board", type=common.int_list("2048,8192"), metavar="N,N")
+    add("--turns", (), "last queries, for the same", type=common.int_list("512,2048"), metavar="N,N")
     add("--batch", 1, "prompts", type=int, metavar="N")
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--error-rows", 256, "query rows, at random over the sequence", type=int, metavar="N")
@@ -123,24 +127,24 @@ def measure(args: argparse.Namespace) -> None:
         file.results.append(entry)
         print_rows(f"{length} tokens", entry.rows)
         chosen = {(row.method, row.setting) for row in candidates(entry.rows, args.errors)}
-        chosen.discard((FLASH, ""))  # which SDPA has for as many queries as keys only
         some = {key: call_of for key, call_of in settings.items() if key in chosen}
-        for chunk in (chunk for chunk in reversed(args.chunks) if chunk < length):
-            write(args.out, file)
-            entry.chunked.extend(all_layers(args, some, profiles, length, chunk))
+        for chunk, turn in [(chunk, None) for chunk in reversed(args.chunks)] + [(None, turn) for turn in args.turns]:
+            if (chunk or turn) < length:
+                write(args.out, file)
+                entry.chunked.extend(all_layers(args, some, profiles, length, chunk, turn))
         write(args.out, file)
         print_boards(entry, args.errors)
 
 
-def layer_inputs(args: argparse.Namespace, length: int) -> Iterator[Inputs]:
-    """The calls of the layers that --data names, one after another."""
+def layer_inputs(args: argparse.Namespace, length: int, turn: int | None) -> Iterator[Inputs]:
+    """The calls of the layers that --data names, one after another, or of their last queries alone."""
     device = torch.device(args.device)
     if Path(args.data).suffix == ".safetensors":
         layers = file_qkv(Path(args.data), length, device)
     else:
         layers = model_qkv(args.data, length, args.batch, args.seed, device)
-    for index, qkv in enumerate(layers):
-        yield Inputs.of(qkv, args.error_rows, args.seed, index)
+    for index, (q, k, v) in enumerate(layers):
+        yield Inputs.of((q[:, :, -(turn or length) :], k, v), args.error_rows, args.seed, index)
 
 
 def measure_layer(inputs: Inputs, settings: Settings, rounds: int, chunk: int) -> dict[Key, LayerRow]:
@@ -151,7 +155,13 @@ def measure_layer(inputs: Inputs, settings: Settings, rounds: int, chunk: int) -
     jobs: dict[str, Callable[[], Any]] = {}
     for key, call_of in settings.items():
         calls = [call_of(part) for part in parts]
-        outs, densities = zip(*(call.measured() for call in calls), strict=True)
+        try:
+            outs, densities = zip(*(call.measured() for call in calls), strict=True)
+        except RuntimeError as error:
+            if key[0] not in DENSE_NAMES or isinstance(error, torch.OutOfMemoryError):
+                raise
+            print(f"{key[0]} does not take the call ({error}): it is left out", flush=True)
+            continue
         out = torch.cat(outs, 2)[:, :, inputs.rows]
         worst = float(select_worst(compute_row_errors(out, inputs.exact).flatten()))
         mse = float((out.float() - inputs.exact).square().mean())
@@ -175,15 +185,16 @@ def in_turn(jobs: Sequence[Callable[[], Any]]) -> None:
 
 
 def all_layers(
-    args: argparse.Namespace, settings: Settings, profiles: Mapping[Key, Path], length: int, chunk: int | None = None
-) -> list[MethodRow]:
+    args: argparse.Namespace, settings: Settings, profiles: Mapping[Key, Path], length: int, chunk: int | None = None,
+    turn: int | None = None,
+) -> list[MethodRow]:  # fmt: skip
     """A row for each setting: times are sums over the layers, errors and densities means, of worst rows the worst."""
     layers: dict[Key, list[LayerRow]] = {}
-    for inputs in layer_inputs(args, length):
+    for inputs in layer_inputs(args, length, turn):
         for key, row in measure_layer(inputs, settings, args.rounds, chunk or length).items():
             layers.setdefault(key, []).append(row)
-        print(f"{length} tokens, {chunk or length} at a time: layer {inputs.layer} measured", flush=True)
-    dense = sum(row.seconds for row in layers.get((DENSE, ""), ()))
+        print(f"{length} tokens, {turn or chunk or length} at a time: layer {inputs.layer} measured", flush=True)
+    dense = min((sum(row.seconds for row in layers[key]) for key in layers if key[0] in DENSE_NAMES), default=0.0)
     table = []
     for key, rows in layers.items():
         seconds, path = sum(row.seconds for row in rows), profiles.get(key)
@@ -200,17 +211,18 @@ def all_layers(
                 layers=rows,
                 profile=None if path is None else make_digest(path),
                 chunk=chunk,
-                command=command(args, key, path, length, chunk),
+                turn=turn,
+                command=command(args, key, path, {"lengths": length, "chunks": chunk, "turns": turn}),
             )
         )
     return table
 
 
-def command(args: argparse.Namespace, key: Key, path: Path | None, length: int, chunk: int | None) -> str:
-    """Return what measures one setting again, beside dense attention."""
-    words = ["python", "-m", NAME, "--data", args.data, "--lengths", str(length), "--methods", "dense"]
-    words += ["--profile", str(path)] if path else {DENSE: [], FLASH: ["flash"]}.get(key[0], [text_of(*key)])
-    words += ["--chunks", str(chunk)] if chunk else []
+def command(args: argparse.Namespace, key: Key, path: Path | None, sizes: Mapping[str, int | None]) -> str:
+    """Return what measures one setting again at the sizes, by option, beside dense attention."""
+    words = ["python", "-m", NAME, "--data", args.data, "--methods", "dense"]
+    words += ["--profile", str(path)] if path else [] if key[0] in DENSE_NAMES else [text_of(*key)]
+    words += [word for name, size in sizes.items() if size for word in (f"--{name}", str(size))]
     for name in ("batch", "rounds", "error_rows", "seed"):
         if (value := getattr(args, name)) != parser().get_default(name):
             words += [f"--{name.replace('_', '-')}", str(value)]
@@ -222,9 +234,8 @@ def settings_of(methods: Sequence[str], device: torch.device) -> Settings:
     settings: Settings = {}
     for name in methods:
         if name == "dense":
-            settings[DENSE, ""] = dense_call
-        elif name == "flash":
-            settings |= {(FLASH, ""): partial(dense_call, attention=flash_attention)} if device.type == "cuda" else {}
+            kernels = list_dense_kernels(device)
+            settings |= {(kernel, ""): partial(dense_call, attention=run) for kernel, run in kernels.items()}
         else:
             forms, numbers = LADDERS.get(name, ((name,), (0.0,)))
             for text in (form.format(number) for form in forms for number in numbers):
@@ -248,7 +259,7 @@ def key_of(path: Path) -> Key:
     return CALIBRATED, f"{record.budget.kind} {record.budget.value:g} ({path.stem}){proven}"
 
 
-def dense_call(inputs: Inputs, attention: Callable[[Tensor, Tensor, Tensor], Tensor] = dense_attention) -> MethodCall:
+def dense_call(inputs: Inputs, attention: Attention = dense_attention) -> MethodCall:
     call = partial(attention, inputs.q, inputs.k, inputs.v)
     return MethodCall(call, lambda: (call(), 1.0))
 
@@ -273,10 +284,10 @@ def text_call(text: str, inputs: Inputs) -> MethodCall:
 
 
 def profile_call(profile: Profile, inputs: Inputs) -> MethodCall:
-    """As the runtime has it: a call with fewer keys than the shortest calibrated prompt is dense."""
-    keys = inputs.k.shape[2]
-    below = keys < profile.min_length
-    return dense_call(inputs) if below else config_call(profile.layer_config(inputs.layer, keys), inputs)
+    """As a server has it: by the whole prompt's length, below the shortest calibrated one dense."""
+    if inputs.length < profile.min_length:
+        return dense_call(inputs)
+    return config_call(configure_call(profile, inputs.layer, inputs.length, inputs.k.shape[2]), inputs)
 
 
 def config_call(config: LayerConfig, inputs: Inputs) -> MethodCall:

@@ -13,30 +13,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibrate.evaluation.run import Variant, collect_run_stats, repeat_config, run_as
-from calibrate.model.layers import capture_layers, with_attention
+from calibrate.model.layers import capture_layers
 from calibrate.model.logits import time_prefill
 from calibrate.model.models import LoadedModel, load
 from calibrate.timing import measure_medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import dense_attention
-from scripts.bench.calls import bisect, device_tile, flash_attention
+from scripts.bench.calls import bisect, device_tile
 from scripts.bench.common import Parser, add_machine, bench_parser, float_list, int_list, machine, run_command, spread
 from scripts.bench.inputs import QKV
 from scripts.bench.schema import PrefillEntry, PrefillFile, PrefillRow, write
 
 NAME = "scripts.bench.prefill"
-DENSE_CUDNN, DENSE_FLASH = "dense, cuDNN", "dense, FlashAttention-2"
+DENSE_CUDNN = "dense, cuDNN"
 
 
 def parser() -> Parser:
@@ -84,11 +82,7 @@ def bench(loaded: LoadedModel, name: str, length: int, args: argparse.Namespace)
 
     attention: dict[str, Callable[[], Any]] = {DENSE_CUDNN: partial(dense_attention, *qkv)}
     attention |= {form: partial(s2o_attention, *qkv, config) for form, config in configs.items()}
-    forms: dict[str, LayerConfig | None] = {DENSE_CUDNN: LayerConfig.uniform(loaded.geometry.query_heads, mode="dense")}
-    if device.type == "cuda":
-        attention[DENSE_FLASH] = partial(flash_attention, *qkv)
-        forms[DENSE_FLASH] = None
-    forms |= configs
+    forms = {DENSE_CUDNN: LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"), **configs}
     attention_seconds = measure_medians(attention, device, args.rounds)
     rows = []
     for form, config in forms.items():
@@ -111,17 +105,10 @@ def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Name
     return bisect(never_stop, density, args.steps, reached)
 
 
-@contextmanager
-def flash(loaded: LoadedModel) -> Iterator[None]:
-    """The model as transformers runs it through SDPA, on FlashAttention-2."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), with_attention(loaded.model, "sdpa"):
-        yield
-
-
-def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig | None) -> tuple[float, float]:
-    """Seconds of a prefill, and the layers' mean density; no config is `flash`."""
-    run = Variant("", "", () if config is None else repeat_config(config, loaded.geometry.layers))
-    with flash(loaded) if config is None else run_as(loaded.model, run):
+def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig) -> tuple[float, float]:
+    """Seconds of a prefill, and the layers' mean density."""
+    run = Variant("", "", repeat_config(config, loaded.geometry.layers))
+    with run_as(loaded.model, run):
         return time_prefill(loaded.model, ids, use_cache=False), collect_run_stats(run)["density"]
 
 

@@ -18,8 +18,9 @@ from s2o_runtime.files import write_atomically
 
 DENSE = "dense (cuDNN)"
 FLASH = "dense (FlashAttention-2)"
+FLASH_3 = "dense (FlashAttention-3)"  # where it is installed
+DENSE_NAMES = DENSE, FLASH, FLASH_3
 ONE_SETTING = "S2O, one setting"  # for all heads of all layers
-PUBLISHED = "S2O as published"
 CALIBRATED = "S2O, calibrated"  # a profile
 PROVEN = ", proven"  # ends the settings of profiles that were proven on held-out prompts
 EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
@@ -57,7 +58,7 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One density of one form of S2O, with a tau for each head, or `PUBLISHED`.
+    """One density, with a tau for each head.
 
     target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted.
     seconds, prefill_seconds: the whole call, and the call without its ranking (None without the kernels).
@@ -73,7 +74,6 @@ class AttentionRow:
     rel_mse: float
     density_of_heads: list[float]
     tau_of_heads: list[float]
-    form: str = "S2O"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,6 @@ class AttentionEntry:
     dense: DenseTime
     rank: RankTime | None
     rows: list[AttentionRow]
-    published_rank: RankTime | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +142,10 @@ class MethodRow:
     """One setting of one method on all layers: times are sums, errors and densities means, `worst` is the largest.
 
     profile: of a calibrated setting the digest of its file, by which s2o-eval names it too; older files lack it.
-    chunk: queries of a call, each behind all keys before them; None where all come in one call. command: measures the
-    row again; older files lack it.
+    chunk: queries of a call, each behind all keys before them; None where all come in one call. turn: the last so many
+    queries alone, behind all keys before them; None where all queries are. speedup: over the fastest dense kernel for
+    the same calls (in older files of chunks over FlashAttention-2, which they call cuDNN). command: measures the row
+    again; older files lack it.
     """
 
     method: str
@@ -159,12 +160,13 @@ class MethodRow:
     layers: list[LayerRow]
     profile: str | None = None
     chunk: int | None = None
+    turn: int | None = None
     command: str = ""
 
 
 @dataclass(frozen=True)
 class MethodsEntry:
-    """One length of the methods' bench; chunked: the same, with the queries of some settings in chunks."""
+    """One length of the methods' bench; chunked: some settings in chunks of the queries, and in turns."""
 
     length: int
     rows: list[MethodRow]

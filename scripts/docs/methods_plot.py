@@ -9,7 +9,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from scripts.bench.schema import DENSE, EVERYTHING, FLASH, ONE_SETTING, MethodRow
+from scripts.bench.schema import EVERYTHING, ONE_SETTING, MethodRow
 from scripts.docs.raw import METHODS, RESULTS, S2O, Bench
 
 PICTURE = RESULTS / "speed-at-error.svg"
@@ -35,7 +35,7 @@ def draw_speed(compared: Bench, figure: Figure) -> None:
     figure.patch.set_alpha(0)
     axes = figure.subplots()
     axes.patch.set_alpha(0)
-    others = [method for method in METHODS if method not in (DENSE, FLASH, S2O, ONE_SETTING)]
+    others = [method for method in METHODS if method not in (S2O, ONE_SETTING)]
     groups = (
         ("S2O, calibrated", [S2O], "#2f81f7", "o", 2.5),
         ("S2O, one setting", [ONE_SETTING], "#3fa66b", "s", 1.5),

@@ -15,7 +15,6 @@ from scripts.bench.schema import (
     CALIBRATED,
     DENSE,
     EVERYTHING,
-    FLASH,
     ONE_SETTING,
     MethodRow,
     MethodsEntry,
@@ -30,8 +29,6 @@ S2O = CALIBRATED
 
 # methods of the benches, and what a reader calls them
 METHODS = {
-    DENSE: "dense, cuDNN",
-    FLASH: "dense, FlashAttention-2",
     S2O: "**S2O, calibrated**",
     ONE_SETTING: "S2O, one setting for all heads",
     "flash-prefill": "FlashPrefill",

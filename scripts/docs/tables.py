@@ -23,7 +23,7 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.serving.server import HOST_FLOPS
 from scripts.bench.boards import differences, identity_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
-from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
+from scripts.bench.schema import AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.fields import between, codes, make_table, options, record
 from scripts.docs.methods_plot import PICTURE, draw_speed, svg
 from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, raw, result_file, three
@@ -69,8 +69,6 @@ def comparison() -> str:
     answered = answers(asked)
     rows = []
     for method, name in METHODS.items():
-        if method in (DENSE, FLASH):
-            continue
         cells = [bench.faster(bench.within(method, COMPARED_AT)) for bench in columns]
         if method != S2O:  # whose profile is made for the error; the settings of the others come in coarse steps
             between = [bench.faster_between(method, COMPARED_AT) for bench in columns]

@@ -172,8 +172,8 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
 def test_by_default_what_is_written_keeps_to_a_budget_of_answers(resident, tiny_folder, tmp_path):
-    """Measured again with the written profile, and on fresh prompts; a tiny model's answers hardly change."""
-    options = {"lengths": (768,), "segments": (64,), "num_held_out": 2, "num_certify": 3}
+    """Measured again with the profile, and on fresh prompts, in chunks; a tiny model's answers hardly change."""
+    options = {"lengths": (768,), "segments": (64,), "num_held_out": 2, "num_certify": 3, "chunk": 400}
     made = Recipe.from_options(
         QUICK | options | {"model": str(tiny_folder), "out": tmp_path / "p.safetensors", "device": "cpu", "trials": 1}
     )
@@ -193,7 +193,7 @@ def test_by_default_what_is_written_keeps_to_a_budget_of_answers(resident, tiny_
     assert resident != ("answers as the documents give them" in list_claims(record.certificate)[0])
     prompts = load_prompts(made, loaded.tokenizer).certify[768]
     with open_local_executor(loaded) as executor:
-        (answers,) = measure_answers(Prover(executor), prompts, [profile])
+        (answers,) = measure_answers(Prover(executor, chunk=made.chunk), prompts, [profile])
     assert statistics.fmean(prompt.kl for prompt in answers) == pytest.approx(shown.answers.mean, rel=1e-3)
     opened = open_profile(str(tiny_folder), made.out, "cpu", needs_certificate=True)
     check = verify_certificate(opened, 5)

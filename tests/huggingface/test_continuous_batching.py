@@ -88,7 +88,7 @@ def test_a_model_that_never_stops_generates_what_it_would(name):
     prompts = prompts_of()
     results = generated(model, prompts)
     check(eager, prompts, results)
-    short, fits = f"shorter than the shortest calibrated length, {SHORTEST}", "the whole prompt fits one segment"
+    short, fits = f"shorter than the shortest calibrated length, {SHORTEST}", "the prompt so far fits one segment"
     for layer, reason in enumerate(case.reasons):
         rows = rows_of(model, layer)
         if reason == RUNS:

@@ -9,14 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    BertConfig,
-    DynamicCache,
-    MistralConfig,
-    T5Config,
-)
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, DynamicCache, MistralConfig, T5Config
 
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError

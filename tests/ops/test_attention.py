@@ -61,7 +61,7 @@ def test_auto_on_a_cpu_is_the_reference_and_more_than_its_output_is_three_fields
     ("layer", "q_len", "reason"),
     [
         (config(mode="dense"), 150, "every head of the layer is dense"),
-        (config(), 64, "the whole prompt fits one segment"),
+        (config(), 64, "the prompt so far fits one segment"),
     ],
 )
 def test_auto_goes_dense_when_nothing_can_be_skipped(layer, q_len, reason):

@@ -33,16 +33,7 @@ from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_
 from calibrate.proof.state import Problem, ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.search.choice import CalibrationDense
-from support.candidates import (
-    CHECKS,
-    LENGTHS,
-    LIMITS,
-    PROMPTS,
-    candidate,
-    error_of,
-    proof_of,
-    with_proofs,
-)
+from support.candidates import CHECKS, LENGTHS, LIMITS, PROMPTS, candidate, error_of, proof_of, with_proofs
 
 BEGUN = candidate()
 EVERY = list(PROMPTS)

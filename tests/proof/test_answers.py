@@ -58,7 +58,7 @@ def test_answers_are_those_that_the_dense_model_generates(loaded, prompt):
 class Taus:
     """A source of configurations: one tau for each layer."""
 
-    kv_cache_dtype, min_length = "auto", 0
+    kv_cache_dtype = "auto"
 
     def __init__(self, loaded, *taus):
         self.configs = [
@@ -108,6 +108,25 @@ def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
     assert last == exact
     assert 1e-6 < first.kl < more.kl
     assert find_worst_eighth([more, more]) == max(more.first)
+
+
+def test_in_chunks_prompts_are_read_as_a_server_feeds_them(loaded, prompt, monkeypatch):
+    """Like the model that is fed part by part, each behind the cache of those before; segments are cut in two."""
+
+    def feed(loaded, prompt):
+        cache = None
+        for part in prompt.ids[None].split(300, 1):
+            outputs = loaded.model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = outputs.past_key_values
+        return cache, outputs.logits[0, -1:].float().log_softmax(-1)
+
+    with open_local_executor(loaded) as executor:
+        source, chunked = [Taus(loaded, 0.5, 0.5)], Prover(executor, chunk=300)
+        ((ours,),), ((whole,),) = (measure_answers(prover, [prompt], source) for prover in (chunked, Prover(executor)))
+        monkeypatch.setattr(answers, "prefill", feed)
+        ((fed,),) = measure_answers(Prover(executor), [prompt], source)
+    assert ours.first == pytest.approx(fed.first, rel=1e-3)
+    assert ours.kl != pytest.approx(whole.kl, rel=0.02)
 
 
 @torch.no_grad()

@@ -35,34 +35,20 @@ RECIPE_CHUNK, OTHER = 256, 128  # of a calibration's recipe, and of who proves i
 
 @dataclass(frozen=True)
 class Layers:
-    """The configuration of each layer: `short` up to 200 keys, `long` beyond."""
+    """The configuration of each layer: `short` up to 200 tokens, `long` beyond."""
 
     short: LayerConfig
     long: LayerConfig
-    min_length: int = 100
     kv_cache_dtype: str = "auto"
 
     def layer_config(self, layer, length):
         return self.short if length <= 200 else self.long
 
 
-def test_what_each_chunk_runs():
-    layers = Layers(SPARSE, SPARSER)
-    in_chunks = LayerConfigAt.from_source(layers, CHUNK, 0, LENGTH)
-    assert (in_chunks.chunk, in_chunks.by_keys) == (CHUNK, ((128, SPARSE), (256, SPARSER), (300, SPARSER)))
-    short = LayerConfigAt.from_source(layers, 64, 0, 150)  # below the shortest calibrated length a chunk is dense
-    assert [(keys, config.is_dense) for keys, config in short.by_keys] == [(64, True), (128, False), (150, False)]
-    short, long = (replace(config, last_rows=128) for config in (SPARSE, SPARSER))  # of a prompt's last chunk alone
-    layers = Layers(short, long)
-    in_chunks = LayerConfigAt.from_source(layers, CHUNK, 0, LENGTH)
-    assert [config for _, config in in_chunks.by_keys] == [SPARSE, SPARSER, long]
-    assert LayerConfigAt.from_source(layers, CHUNK, 0, CHUNK) == LayerConfigAt(short)
-    assert LayerConfigAt.from_source(layers, None, 0, LENGTH) == LayerConfigAt(long)
-
-
 def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
+    """Each runs the whole prompt's settings, whose last rows are those of the last call alone."""
     module = torch.nn.Module().eval()  # in training mode it would be dense
-    observed, layers = [], Layers(SPARSE, SPARSER)
+    observed, layers = [], Layers(SPARSE, replace(SPARSER, last_rows=128))
     runs = LayerConfigAt.from_source(layers, CHUNK, 3, LENGTH)
     state = make_layer_state(DecoderLayer(5, 3, module, module), runs, lambda *call: observed.append(call))
     attach(module, state)
@@ -72,7 +58,7 @@ def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     parts, visited, pairs = [], 0.0, 0
     for begin in range(0, LENGTH, CHUNK):
         end = min(begin + CHUNK, LENGTH)
-        config = layers.layer_config(3, end)
+        config = replace(SPARSER, last_rows=128 if end == LENGTH else 0)
         part = s2o_attention(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], config, return_stats=True)
         parts.append(part.out)
         causal = sum(range(begin + 1, end + 1))
@@ -85,22 +71,6 @@ def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     assert all(torch.equal(*pair) for pair in zip(tensors, (q, k, v), strict=True))
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(whole, dense_attention(q, k, v), atol=1e-3)
-
-
-def test_a_proof_in_chunks(tiny_folder):
-    """Exact chunks prove exact; chunks that stop differ from the whole prompt, which ranks for other queries."""
-
-    def proven(config, chunk):
-        return prove(stream(tiny_folder, True), random_prompts(LENGTH), Layers(config, config), chunk=chunk)[1][LENGTH]
-
-    exact, chunked, whole = proven(EXACT, CHUNK), proven(SPARSER, CHUNK), proven(SPARSER, None)
-    assert exact.kl < 1e-7
-    assert all(layer.rel_mse < 1e-10 and layer.density == pytest.approx(1.0) for layer in exact.layers)
-    for of_chunks, of_whole in zip(chunked.layers, whole.layers, strict=True):
-        assert 0 < of_chunks.density < 1
-        assert of_chunks.rel_mse > 1e-6
-        assert of_chunks.dense_power == pytest.approx(of_whole.dense_power, rel=0.05)
-    assert chunked != whole
 
 
 @SLOW

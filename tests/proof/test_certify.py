@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
 from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_confidence
-from calibrate.proof.certify import (
-    HOPELESS,
-    MeanCertifier,
-    TextGroups,
-    build_certificate,
-    find_lost_retrieval,
-)
+from calibrate.proof.certify import HOPELESS, MeanCertifier, TextGroups, build_certificate, find_lost_retrieval
 from calibrate.proof.recheck import compare_certificate
 from calibrate.proof.state import TAU_FOR_ERROR, ProblemKind
 from calibrate.proof.verify import LengthProof

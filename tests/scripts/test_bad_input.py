@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.bench import attention, first_token, methods, prefill
+from scripts.bench import agent_trace, attention, first_token, methods, prefill
 from support.pages import DEMO_PROFILE
 from support.processes import called
 
@@ -13,14 +13,14 @@ CASES = [
     (attention, "--heads 4/3", "are not query heads and KV heads"),
     (attention, "--tile 96x32x1:4:2", "block_m 96 is not supported"),
     (attention, "--rounds 0", "--rounds is 0: use at least 1"),
-    (attention, "--data demmo", "did you mean demo"),
+    (methods, "--data demmo", "did you mean demo"),
     (first_token, "", "give either --profile FILE, or --density X"),
     (first_token, f"--profile {DEMO_PROFILE} --density 0.5", "give either --profile FILE, or --density X"),
     (first_token, "--density 1.5", "--density is 1.5: use a number above 0, up to 1"),
     (first_token, "--profile missing.safetensors", "missing.safetensors"),
     (first_token, f"--profile {DEMO_PROFILE} --chunks 0", "--lengths and --chunks need numbers of at least 1"),
-    (first_token, f"--profile {DEMO_PROFILE} --hits 1", "--hits are 1.0: use shares from 0 to below 1"),
-    (first_token, f"--profile {DEMO_PROFILE} --rates 0,1", "--rates begin with 0: use numbers above 0"),
+    (first_token, f"--profile {DEMO_PROFILE} --repeats 3", "--repeats is 3: use at least 5"),
+    (agent_trace, "--lengths 16384,18000", "use two --lengths, 4096 or more apart, and a --limit and a --rate above 0"),
     (methods, "--lengths 256 --methods quantum", "setting 'quantum' has 'quantum'"),
     (methods, "--lengths 256 --methods dense --data nothing.safetensors", "nothing.safetensors"),
     (prefill, "--models quantum", "model 'quantum' is not known"),

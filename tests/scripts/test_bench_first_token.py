@@ -1,11 +1,12 @@
-"""scripts/bench/first_token.py with a fake vLLM: what both engines are given, the table, and how failures end."""
+"""Benches of vLLM with a fake one: what both engines are given, what is timed, the tables, and how failures end."""
 
 import json
 import os
 import re
 import sys
-from itertools import product, takewhile
+from itertools import takewhile
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from calibrate.model.models import DEMO_FOLDER, load_tokenizer
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import load_profile
 from s2o_runtime.vllm import engine
+from scripts.bench import agent_trace
 from scripts.bench import first_token as bench
 from scripts.bench.schema import Spread, read
 from support.pages import DEMO_PROFILE
@@ -41,6 +43,8 @@ class FakeEngine:
     generates takes a tenth. Codes that are asked for are looked up.
     """
 
+    first: ClassVar = {1: 10, 2: 3}  # times longer
+
     def __init__(self, clock, counters, **options):
         self.options, self.clock, self.counters = options, clock, counters
         self.llm_engine = self.engine_core = self.scheduler = self
@@ -60,7 +64,7 @@ class FakeEngine:
         self.cache.append(prompt)
         self.kinds.append((len(prompt), self.max_num_scheduled_tokens))
         steps = -(-(len(prompt) - cached) // self.max_num_scheduled_tokens)
-        self.clock.now += self.seconds * steps * {1: 10, 2: 3}.get(self.kinds.count(self.kinds[-1]), 1)
+        self.clock.now += self.seconds * steps * self.first.get(self.kinds.count(self.kinds[-1]), 1)
         if self.options.get("additional_config"):
             self.counters.add(0, "s2o", "the kernel supports this call", len(prompt))
         answer = [len(self.prompts) if self.seconds == 1.0 else 1]  # they agree on the first prompt alone
@@ -135,7 +139,7 @@ def engines(monkeypatch):
 
 def run(tmp_path, *arguments):
     out = tmp_path / "f.json"
-    sizes = ["--lengths", "48,1024", "--uncounted", "2", "--repeats", "2", "--device", "cpu"]
+    sizes = ["--lengths", "48,1024", "--uncounted", "2", "--repeats", "5", "--device", "cpu"]
     code = bench.main(["--profile", str(DEMO_PROFILE), *sizes, *arguments, "--out", str(out)])
     return code, read(bench.FirstTokenFile, json.loads(out.read_text())) if out.exists() else None
 
@@ -146,8 +150,8 @@ def test_engines_read_the_same_prompts_and_differ_by_the_backend_alone(tmp_path,
     assert code == 0
     stock, s2o, again = engines
     assert stock.prompts == s2o.prompts == again.prompts
-    assert [len(prompt) for prompt in stock.prompts[:8]] == [48] * 4 + [1024] * 4
-    assert len(set(map(tuple, stock.prompts))) == 8 + 8
+    assert [len(prompt) for prompt in stock.prompts[:14]] == [48] * 7 + [1024] * 7
+    assert len(set(map(tuple, stock.prompts))) == 14 + 8
     rows = [(row.kind.length, row.engine, row.seconds, row.first_seconds) for row in file.rows]
     assert rows == [
         (length, name, Spread(*[median] * 3), 10 * median)
@@ -156,10 +160,10 @@ def test_engines_read_the_same_prompts_and_differ_by_the_backend_alone(tmp_path,
     ]
     assert (file.density, file.versions["vllm"]) == ({"0": pytest.approx(0.3)}, "0.0.1")
     printed = capsys.readouterr().out
-    table = [" ".join(line.replace("│", " ").split()) for line in printed.splitlines() if " of 4" in line]
+    table = [" ".join(line.replace("│", " ").split()) for line in printed.splitlines() if " of 7" in line]
     assert table == [
-        "48 512 0 1000.0 500.0 2.00x 1.00x 10000 5000 1 of 4",
-        "1024 512 0 2000.0 1000.0 2.00x 1.00x 20000 10000 0 of 4",
+        "48 512 0 1000.0 500.0 2.00x (2.00 to 2.00) faster 1.00x 10000 5000 1 of 7",
+        "1024 512 0 2000.0 1000.0 2.00x (2.00 to 2.00) faster 1.00x 20000 10000 0 of 7",
     ]
     assert "S2O: 100.0% s2o (the kernel supports this call); mean density 0.300 of 1 layers" in printed
 
@@ -179,26 +183,47 @@ def test_engines_read_the_same_prompts_and_differ_by_the_backend_alone(tmp_path,
 
 
 def test_chunks_and_shares_of_the_cache_are_timed_in_one_engine(tmp_path, engines):
-    _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", "--hits", "0,0.5")
-    kinds = [bench.PromptKind(1024, chunk, hit) for chunk, hit in product((256, 512), (0, 0.5))]
+    turns = ["--cached", "700,1000", "--new", "300"]  # the second is longer than the longest prompt
+    _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", *turns)
+    kinds = [bench.PromptKind(length, chunk, hit) for length, hit in ((1024, 0), (1000, 0.7)) for chunk in (256, 512)]
     assert [row.kind for row in file.rows] == [kind for kind in kinds for _ in range(2)]
-    assert [row.cached for row in file.rows[::2]] == [row.cached for row in file.rows[1::2]] == [0, 512, 0, 512]
+    assert [row.cached for row in file.rows[::2]] == [row.cached for row in file.rows[1::2]] == [0, 0, 700, 700]
     assert [row.seconds.median for row in file.rows[::2]] == [4.0, 2.0, 2.0, 1.0]
     assert len(engines) == 2
     assert {engine.options["max_num_batched_tokens"] for engine in engines} == {512}
 
 
-def test_requests_of_an_open_loop_wait_for_the_prompts_of_others(tmp_path, engines):
-    _, file = run(
-        tmp_path, "--lengths", "1024", "--chunks", "1024", "--rates", "0.01,100", "--requests", "3", "--tokens", "5"
-    )
-    alone, together = file.open_loop[::2]
-    assert (alone.length, alone.rate, together.rate) == (1024 - 5, 0.01, 100)
-    # the fake takes 10, 3 and 1 times as long for the first prompts of a length
-    assert alone.first_median == pytest.approx(0.1 + 3)
-    assert alone.between_median == alone.between_p99 == pytest.approx(0.1)
-    assert together.first_p99 > together.first_median > 1
-    assert together.between_p99 > 1 > together.between_median
+def test_an_interval_of_turns_says_which_engine_is_slower():
+    """By the order of the turns' ratios: of five, all; of forty, the 14th to the 27th, which hold it with 96%."""
+    stock = [float(number) for number in range(1, 41)]
+    assert bench.compare_turns([1.0] * 5, [1.0, 2.0, 4.0, 1.25, 1.6]) == (0.625, 0.25, 1.0)
+    assert bench.compare_turns(stock, [1.0] * 40) == (20.5, 14.0, 27.0)
+
+
+def test_the_trace_of_agents_finds_the_rate_that_each_engine_keeps_up_with(tmp_path, engines, monkeypatch):
+    """Sessions grow by turns behind what is cached, in both engines alike; S2O's steps take half the time."""
+    monkeypatch.setattr(agent_trace, "NEW", (16, 64))
+    monkeypatch.setattr(FakeEngine, "first", {})
+    out, sizes = tmp_path / "t.json", ["--lengths", "128,512", "--chunks", "512", "--sessions", "2", "--requests", "30"]
+    options = [*sizes, "--tokens", "2", "--limit", "3", "--rate", "0.5", "--steps", "6", "--device", "cpu"]
+    assert agent_trace.main(["--profile", str(DEMO_PROFILE), *options, "--out", str(out)]) == 0
+    file = read(agent_trace.AgentTraceFile, json.loads(out.read_text()))
+    stock, s2o = engines
+    assert stock.prompts == s2o.prompts
+    cached, turns = stock.prompts[:2], stock.prompts[2:32]
+    assert stock.prompts == (cached + turns) * 7  # the same at each rate
+    for index, prompt in enumerate(turns):
+        new = len(prompt) - max(alike(prompt, other) for other in cached + turns[:index])
+        assert 16 <= new <= 64 or len(prompt) == 128  # the next turn of a session, or another session
+    assert 400 < max(map(len, turns)) <= 512 - 2
+    rates = []
+    for name in ("stock", "S2O"):
+        runs = [run for run in file.runs if run.engine == name]
+        assert (len(runs), {run.requests for run in runs}) == (6, {30})
+        rates.append(max(run.rate for run in runs if run.first_p99 <= 3))
+        assert min(run.rate for run in runs if run.first_p99 > 3) < 1.5 * rates[-1]
+        assert all(0 < run.between_median <= run.between_p99 for run in runs)
+    assert rates[1] > 1.4 * rates[0]
 
 
 def test_random_weights_have_the_models_sizes_and_an_even_profile(tmp_path):
@@ -219,4 +244,4 @@ def test_random_weights_have_the_models_sizes_and_an_even_profile(tmp_path):
 def test_short_prompts_are_timed_more_often(tmp_path, engines, monkeypatch):
     monkeypatch.setattr(bench, "LONG", 100)
     run(tmp_path)
-    assert [len(prompt) for prompt in engines[0].prompts].count(48) == 2 + 2 * 2
+    assert [len(prompt) for prompt in engines[0].prompts].count(48) == 2 + 2 * 5

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from calibrate.evaluation.run import make_digest
+from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
@@ -17,14 +18,16 @@ from scripts.bench import boards
 from scripts.bench import methods as bench
 from scripts.bench.baselines.run import baseline_attention
 from scripts.bench.baselines.settings import parse
+from scripts.bench.calls import attend_in_parts
 from scripts.bench.schema import CALIBRATED, DENSE, ONE_SETTING, PROVEN, MethodRow, MethodsEntry, MethodsFile, read
 
-LENGTH, CHUNK = 520, 300
+LENGTH, CHUNK, TURN = 520, 256, 200
 PBS, V2 = (
     "pbs:keep=0.6,segment=128,block=64",
     "flash-prefill-v2:alpha=1,block=64,first=1,window=1,last=0,dense_layers=1",
 )
 S2O = "tau=3,segment=64,tail=mean"
+CONFIG = LayerConfig.uniform(2, tau=3.0, segment=64, tile=TileConfig(64, 64, 1))
 CALIBRATED_KEY = CALIBRATED, "rel_mse 0.001 (calibrated), proven"
 
 
@@ -46,10 +49,9 @@ def arguments(qkv, tmp_path_factory):
 def profile(tmp_path_factory):
     """The file of a profile for prompts of 400 tokens or more."""
     path = tmp_path_factory.mktemp("profile") / "calibrated.safetensors"
-    config = LayerConfig.uniform(2, tau=3.0, segment=64, tile=TileConfig(64, 64, 1))
     record = {"budget": {"kind": "rel_mse", "value": 1e-3}, "proof": "held out"}
     device = DeviceIdentity("cpu", "cpu")
-    save_profile(Profile("m", Geometry("llama", 2, 2, 1, 64), "", device, (400,), ((config,) * 2,), record), path)
+    save_profile(Profile("m", Geometry("llama", 2, 2, 1, 64), "", device, (400,), ((CONFIG,) * 2,), record), path)
     return path
 
 
@@ -63,15 +65,15 @@ def run(out, *arguments):
 def entry(arguments, profile, tmp_path_factory):
     methods = ["--methods", "dense", PBS, V2, S2O, "--profile", str(profile), "--lengths", str(LENGTH)]
     out = tmp_path_factory.mktemp("out") / "out.json"
-    return run(out, *arguments, *methods, "--errors", "0.5,9", "--chunks", f"{CHUNK},{LENGTH}")
+    return run(out, *arguments, *methods, "--errors", "0.5,9", "--chunks", f"{CHUNK},{LENGTH}", "--turns", f"{TURN}")
 
 
 def key_of(text):
     return tuple(text.split(":"))
 
 
-def by_key(rows):
-    return {(row.method, row.setting): row for row in rows}
+def by_key(rows, turn=None):
+    return {(row.method, row.setting): row for row in rows if row.turn == turn}
 
 
 @pytest.mark.parametrize("chunk", [None, CHUNK], ids=["whole", "chunks"])
@@ -102,28 +104,44 @@ def test_times_are_of_all_layers_and_selecting_is_part_of_them(entry):
         assert [layer.layer for layer in row.layers] == [0, 1]
         assert row.seconds == pytest.approx(sum(layer.seconds for layer in row.layers))
         assert (row.selecting_seconds > 0) == (row.method in ("pbs", "flash-prefill-v2"))
-    assert entry.rows[0].speedup == entry.chunked[0].speedup == 1.0
+    assert entry.rows[0].speedup == entry.chunked[0].speedup == entry.chunked[-5].speedup == 1.0
 
 
+@pytest.mark.parametrize("turn", [None, TURN])
 @pytest.mark.parametrize("key", [key_of(V2), (ONE_SETTING, S2O), CALIBRATED_KEY], ids=lambda key: key[0])
-def test_the_command_of_a_row_measures_it_again(entry, arguments, key, tmp_path):
-    row = by_key(entry.chunked)[key]
+def test_the_command_of_a_row_measures_it_again(entry, arguments, key, turn, tmp_path):
+    row = by_key(entry.chunked, turn)[key]
     python, flag, module, *words = shlex.split(row.command)
     assert (python, flag, module) == ("python", "-m", bench.NAME)
     again = run(tmp_path / "again.json", *words, "--device", "cpu")
     assert set(by_key(again.rows)) == {(DENSE, ""), key}
     assert by_key(again.rows)[key].rel_mse == by_key(entry.rows)[key].rel_mse
-    assert by_key(again.chunked)[key].rel_mse == row.rel_mse
+    assert by_key(again.chunked, turn)[key].rel_mse == row.rel_mse
 
 
-def test_calls_of_fewer_keys_than_were_calibrated_are_dense(entry):
-    """As in the runtime: the first chunk is, so the chunks compute more."""
-    whole, chunked = (by_key(rows)[CALIBRATED_KEY].density for rows in (entry.rows, entry.chunked))
-    assert whole < chunked < 1.0
+def test_chunks_and_turns_run_the_settings_of_the_whole_prompt(entry, qkv):
+    """Though the first chunk has fewer keys than were calibrated. A turn's errors are of its own rows."""
+    whole, chunked = (by_key(rows)[CALIBRATED_KEY] for rows in (entry.rows, entry.chunked))
+    assert (chunked.density, chunked.rel_mse) == pytest.approx((whole.density, whole.rel_mse), rel=1e-4)
+    q, k, v = qkv
+    last = q[:, :, -TURN:]
+    out, exact = s2o_attention(last, k, v, CONFIG), exact_attention(last, k, v)
+    expected = float((out - exact).square().mean() / exact.square().mean())
+    assert by_key(entry.chunked, TURN)[CALIBRATED_KEY].rel_mse == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(1, 1), (1, 4), (2, 2)])
+def test_parts_of_the_keys_join_to_dense_attention(batch, parts):
+    q, k, v = (torch.randn(batch, 2, length, 64) for length in (72, 200, 200))
+
+    def run(q, k, v, is_causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+
+    torch.testing.assert_close(attend_in_parts(q, k, v, parts, run), exact_attention(q, k, v))
 
 
 def test_ladders_are_settings_of_both_programs():
-    settings = bench.settings_of(["dense", "flash", *bench.LADDERS], torch.device("cpu"))
+    settings = bench.settings_of(["dense", *bench.LADDERS], torch.device("cpu"))
     texts = [boards.text_of(*key) for key in settings if key != (DENSE, "")]
     assert sum(len(forms) * len(numbers) for forms, numbers in bench.LADDERS.values()) == len(texts)
     assert set(bench.settings_of(texts, torch.device("cpu"))) == set(settings) - {(DENSE, "")}

@@ -48,8 +48,9 @@ def sizes(draw):
 @given(sizes())
 def test_every_row_is_planned_once_and_for_whom_it_should(batch):
     queries, keys, reasons, last, left = batch
+    lefts, last = [left if count else None for count in queries], 0 if left is None else last
     split = SplitRequests.from_batch(
-        [0, *accumulate(queries)], keys, reasons, lambda count, keys: left, lambda count, keys, left: min(count, last)
+        [0, *accumulate(queries)], keys, reasons, lefts, lambda count, keys, left: min(count, last)
     )
     by_request = [[] for _ in queries]
     for index, request, (begin, end), earlier, later in zip(
@@ -58,8 +59,9 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         assert (request.queries, earlier + request.queries + later) == (end - begin, queries[index])
         assert (request.keys + later, request.own_reason) == (keys[index], reasons[index] if reasons else None)
         # behind its rows are others of its prompt, as far as that is known
-        goes_on = queries[index] > 0 and left is not None and left + later > 0
+        goes_on = (lefts[index] or 0) + later > 0
         assert request.is_unread == (goes_on and not request.is_last_rows)
+        assert request.length == keys[index] + (lefts[index] or 0)
         by_request[index].append((request.queries, request.is_last_rows))
     for count, rows in zip(queries, by_request, strict=True):
         tail = min(count, last)
@@ -82,7 +84,7 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         assert part.total_k == sum(request.keys for request in requests)
         for request in requests:
             reason = few_reason(request) if request.queries else ""
-            buckets = {None: find_nearest(LENGTHS, request.keys), DenseReason.UNREAD: ZEROS}
+            buckets = {None: find_nearest(LENGTHS, request.length), DenseReason.UNREAD: ZEROS}
             assert part.bucket == buckets.get(reason)
             assert (part.is_sparse, part.is_zero) == (reason is None, reason is DenseReason.UNREAD)
         assert not part.is_sparse or part.total_k <= MAX_KEYS or len(requests) == 1
@@ -123,19 +125,20 @@ def made(request):
     return make
 
 
-def dense_reason(queries, keys):
+def dense_reason(queries, keys, length):
     """The rules of `two_layers` for some rows of a request, up to the first comma of their sentence."""
     if queries == 1:
         return "decode"
-    if keys < 128:
+    if length < 128:
         return "shorter than the shortest calibrated length"
+    if queries == keys <= 64:
+        return str(DenseReason.ONE_SEGMENT)
     return f"fewer than {FEWEST} queries behind a prefix" if queries < min(keys, FEWEST) else None
 
 
 def expect(engine, parts, last_rows):
     """The rows of a batch that was fed, each from its request alone, and how many of them there are by reason."""
     rows, outputs = Counter(), []
-    ended = any(request.done == len(request) for request, _ in parts)
     by_sizes = engine.adapters_by_sizes  # vLLM's backends know requests by their sizes alone
     adapted = {(count, request.done) for request, count in parts if request.adapter}
     left_by_sizes = {}  # of requests alike, the one that is nearest to its end counts for both
@@ -144,16 +147,17 @@ def expect(engine, parts, last_rows):
         left_by_sizes[sizes] = min(left, left_by_sizes.get(sizes, left))
     for request, count in parts:
         done = request.done
-        # SGLang: if a prompt ends, all may
-        left = left_by_sizes[count, done] if by_sizes else (0 if ended else last_rows)
-        last = max(0, min(count, last_rows - left)) if done >= 128 and count > 1 else 0
+        left = left_by_sizes[count, done] if by_sizes else len(request) - done
+        last = max(0, min(count, last_rows - left)) if done + left >= 128 and count > 1 else 0
         has_adapter = (count, done) in adapted if by_sizes else bool(request.adapter)
         for queries, keys, is_last in ((count - last, done - last, False), (last, done, True)):
             if queries:
-                reason = dense_reason(queries, keys) or (ADAPTER if has_adapter else LAST if is_last else None)
+                reason = dense_reason(queries, keys, done + left) or (
+                    ADAPTER if has_adapter else LAST if is_last else None
+                )
                 rows["s2o" if reason is None else reason] += queries
                 request.done = keys
-                config = engine.server.fit.layers[0].config(keys)
+                config = engine.server.fit.layers[0].config(done + left)
                 outputs.append(dense(request, queries) if reason else alone(request, queries, config).out)
         request.done = done
     return torch.cat(outputs), rows
@@ -205,6 +209,29 @@ def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_
     sparse = counted.pop("s2o", 0)
     expected_rows = {("dense", reason): count for reason, count in counted.items()}
     assert engine.counted() == expected_rows | ({("s2o", "reference backend"): sparse} if sparse else {})
+
+
+def test_a_prompt_in_chunks_has_the_density_and_the_error_of_the_whole(made, monkeypatch):
+    """With unlike buckets: of its keys so far, chunks would run the shorter one's."""
+    profile, computed, attention = two_layers(0.1, (512, 1024)), [], attend.s2o_attention_paged
+    profile = replace(profile, layers=(two_layers(30.0).layers[0], profile.layers[1]))
+
+    def see(*call, **named):
+        result, (queries, keys) = attention(*call, **named), (named["cu_q"][-1], named["seq_lens"][-1])
+        computed.append(float(result.stats.density.mean() * queries * (keys - queries / 2)))
+        return result
+
+    monkeypatch.setattr(attend, "s2o_attention_paged", see)
+    engine, results = made(profile, ends=True), {}
+    whole = engine.add(1024)
+    for chunk in (1024, 256, 480):
+        request = engine.add_prompt(whole.queries, whole.keys, whole.values)
+        outs = [engine.outputs([(request, min(chunk, 1024 - begin))]) for begin in range(0, 1024, chunk)]
+        error = (torch.cat(outs) - dense(request, 1024)).square().mean()
+        results[chunk] = float(error), sum(computed)
+        computed.clear()
+    assert results[256] == pytest.approx(results[1024], rel=1e-3)
+    assert results[480] == pytest.approx(results[1024], rel=0.2)  # random text, whose chunks cut segments in two
 
 
 @pytest.fixture

@@ -253,6 +253,7 @@ def in_sglang(monkeypatch):
         "sglang.srt.layers.cp.utils": {"is_cp_active": None},
         "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": None, "MHATokenToKVPool": MHATokenToKVPool},
         "sglang.srt.model_executor.cuda_graph_config": graphs,
+        "sglang.srt.model_executor.forward_batch_info": {"ForwardBatch": None},
         "sglang.srt.runtime_context": {"get_parallel": None, "get_schedule": None},
     }
     put_modules(monkeypatch, modules)

@@ -8,6 +8,7 @@ import torch
 
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.serving.fit import Rank
+from s2o_runtime.sglang.backend import LENGTHS, watch_prompts
 from s2o_runtime.sglang.engine import _find_reader
 from support.fake_server import FakeServer
 from support.fake_sglang import Capture, FakeEngine, Mode
@@ -143,3 +144,18 @@ def test_rows_of_another_batch_or_of_images_are_the_stock_backends():
     batch.extend_seq_lens_cpu = None
     fake.backend.init_forward_metadata(batch)
     assert fake.backend.s2o_batch == "the lengths of the batch are not known on the host"
+
+
+def test_batches_are_given_the_lengths_of_their_prompts():
+    """None where requests are not understood, so that chunks run the settings of their keys so far."""
+
+    class Batches:
+        @classmethod
+        def init_new(cls, batch, runner, *, hidden):
+            return SimpleNamespace(made_of=(batch, runner, hidden))
+
+    watch_prompts(Batches)
+    known, unknown = (SimpleNamespace(reqs=reqs) for reqs in ([SimpleNamespace(full_untruncated_fill_ids=b"ab")], [0]))
+    made = Batches.init_new(known, "runner", hidden=1)
+    assert (made.made_of, getattr(made, LENGTHS)) == ((known, "runner", 1), [2])
+    assert not hasattr(Batches.init_new(unknown, "runner", hidden=1), LENGTHS)

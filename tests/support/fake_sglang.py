@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.sglang.backend import SglangApi, mix_in
+from s2o_runtime.sglang.backend import LENGTHS, SglangApi, mix_in
 from support.fake_server import Request, Requests, take
 from support.vllm_plain import attend_densely, write_rows
 
@@ -63,7 +63,6 @@ class ForwardBatch:
     extend_seq_lens_cpu: list[int] | None
     extend_prefix_lens_cpu: list[int] | None
     orig_seq_lens: Tensor | None = None
-    contains_last_prefill_chunk: bool = False
     lora_ids: list[str | None] | None = None
     return_logprob: bool = False
     extend_logprob_start_lens_cpu: list[int] | None = None
@@ -212,7 +211,7 @@ class FakeEngine(Requests):
         indices, seq_lens, extend, prefixes = (
             torch.tensor(numbers).to(self.device) for numbers in (rows, lengths, counts, starts)
         )
-        return ForwardBatch(
+        batch = ForwardBatch(
             mode,
             len(parts),
             positions,
@@ -230,8 +229,10 @@ class FakeEngine(Requests):
             lora_ids=[request.adapter for request, _ in parts],
             return_logprob=any(request.logprobs for request, _ in parts),
             extend_logprob_start_lens_cpu=[0 if request.logprobs else count for request, count in parts],
-            contains_last_prefill_chunk=self.ends and any(len(r) == r.done + count for r, count in parts),
         )
+        if self.ends:
+            setattr(batch, LENGTHS, [len(request) for request, _ in parts])
+        return batch
 
     def feed(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND, **call: Any) -> Tensor:
         """Feed so many tokens of each request; returns their outputs [T, Hq, D].

@@ -28,10 +28,10 @@ class Layers:
         return self.configs[layer]
 
 
-def prove(model, prompts, layers, revise=None, *, chunk=None, on_step=lambda: None):
+def prove(model, prompts, layers, revise=None, *, on_step=lambda: None):
     """The layers as revised, and their proofs by length; model: loaded, or an executor."""
     with open_executor(model) as executor:
-        return Prover(executor, chunk=chunk, on_step=on_step).prove(layers, prompts, revise)
+        return Prover(executor, on_step=on_step).prove(layers, prompts, revise)
 
 
 def random_prompts(*lengths, count=2):
