@@ -41,7 +41,7 @@ class LayerCall(NamedTuple):
     layer: ServedLayer | str  # of the profile, or the reason why S2O has no part in the call
     batch: Batch | str  # of the server, or that reason
     query: Tensor  # [T, Hq, D], the rows of the batch
-    scale: float  # of the scores
+    scoring: Scoring  # of the layer
     read_pages: Callable[[], tuple[Tensor, Tensor]]  # the layer's keys and values, [pages, page size, Hkv, D] each
     run_stock: Callable[[], Any]  # lets the stock backend compute all rows, and returns the server's answer
     run_stock_slice: Callable[[BatchSlice, Tensor], object]  # lets it compute a slice into an output, [T, Hq, D]
@@ -97,7 +97,7 @@ def _compute(
     arguments = batch.get_call(span, pages[0].shape[1])
     sample = counters.begin(layer.layer, "s2o", query.device)
     stats = s2o_attention_paged(
-        query, *pages, layer.config(span.max_k), **arguments, scale=call.scale, out=out, return_stats=True
+        query, *pages, layer.config(span.max_k), **arguments, **call.scoring.arguments(), out=out, return_stats=True
     ).stats
     assert stats is not None
     path = "dense" if stats.backend == "dense" else "s2o"
@@ -109,7 +109,7 @@ def _compute(
             cache = PagedKeys(*pages, arguments["block_table"], arguments["cu_k"], span.max_k, span.total_k)
             packed = (query, *gather_keys(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
-            layer.drift.see(q, keys, values, output, Scoring(call.scale), None)
+            layer.drift.see(q, keys, values, output, call.scoring, None)
 
 
 def find_test_rows(batch: Batch) -> BatchSlice | None:
@@ -144,7 +144,7 @@ def run_self_test(call: LayerCall, layer: ServedLayer, batch: Batch, span: Batch
     arguments = make_call(span, edges.clamp_min(span.begin), seq_lens, table, pages[0].shape[1])
     backend: Backend = "triton" if query.is_cuda else "reference"
     try:
-        ours = s2o_attention_paged(query, *pages, config, **arguments, scale=call.scale, backend=backend)
+        ours = s2o_attention_paged(query, *pages, config, **arguments, **call.scoring.arguments(), backend=backend)
     except S2OError as error:
         layer.refuse(f"its self-test cannot run ({error})")
         return
