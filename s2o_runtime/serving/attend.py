@@ -94,11 +94,9 @@ def _compute(
     # a view takes microseconds of the host: none where the slice is the batch
     is_all = span.end - span.begin == len(call.query)
     query, out = (call.query, out) if is_all else (call.query[span.rows], out[span.rows])
-    arguments = batch.get_call(span, pages[0].shape[1])
+    arguments = batch.get_call(span, pages[0].shape[1]) | call.scoring.arguments()
     sample = counters.begin(layer.layer, "s2o", query.device)
-    stats = s2o_attention_paged(
-        query, *pages, layer.config(span.max_k), **arguments, **call.scoring.arguments(), out=out, return_stats=True
-    ).stats
+    stats = s2o_attention_paged(query, *pages, layer.config(span.max_k), **arguments, out=out, return_stats=True).stats
     assert stats is not None
     path = "dense" if stats.backend == "dense" else "s2o"
     counters.end(layer.layer, path, sample, query.device)
@@ -142,9 +140,10 @@ def run_self_test(call: LayerCall, layer: ServedLayer, batch: Batch, span: Batch
     edges, seq_lens, table = batch.get_tensors(span)
     # the rows begin behind those that the request has in the batch
     arguments = make_call(span, edges.clamp_min(span.begin), seq_lens, table, pages[0].shape[1])
+    arguments |= call.scoring.arguments()
     backend: Backend = "triton" if query.is_cuda else "reference"
     try:
-        ours = s2o_attention_paged(query, *pages, config, **arguments, **call.scoring.arguments(), backend=backend)
+        ours = s2o_attention_paged(query, *pages, config, **arguments, backend=backend)
     except S2OError as error:
         layer.refuse(f"its self-test cannot run ({error})")
         return

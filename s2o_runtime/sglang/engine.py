@@ -168,11 +168,9 @@ def _find_reader(runner: Any) -> DenseReason | None:
 
 def _find_scoring(model: torch.nn.Module, heads: int) -> Scoring:
     """Return the soft cap and the sinks of a model's layers of so many query heads, by which kernels differ."""
-    caps = (getattr(module, "logit_cap", 0.0) for module in model.modules())
-    sinks = (
-        module.sinks for module in model.modules() if getattr(getattr(module, "sinks", None), "shape", 0) == (heads,)
-    )
-    return Scoring(softcap=max(caps) or None, sinks=next(sinks, None))
+    caps = [getattr(module, "logit_cap", 0.0) for module in model.modules()]
+    sinks = [tensor for name, tensor in model.named_parameters() if name.endswith(".sinks") and len(tensor) == heads]
+    return Scoring(softcap=max(caps) or None, sinks=sinks[0] if sinks else None)
 
 
 def _reserve(server: Server, runner: Any, rows: int) -> None:

@@ -114,7 +114,7 @@ def test_one_line_says_what_will_run_where_or_that_nothing_will(info_log):
         # 8 heads of 128 take 512 tokens with 1400 keys 2.4e9 operations
         (2.4e9, 4096, 1, "INFO", "sparse from 1536 to 3072 keys and from 2 new tokens on with chunks of 512; rank"),
         (2.4e9, 4096, 2, "INFO", "sparse from 2560 to 3072 keys and from 2 new tokens on with chunks of 512; rank"),
-        (1e10, 4096, 1, "WARNING", f"chunks of 512 never up to 3072 keys ({DenseReason.HOST}): use chunks of 1024; rank"),
+        (1e10, 4096, 1, "WARNING", f"chunks of 512 never up to 3072 keys ({DenseReason.HOST}): use chunks of 1024"),
         (1e12, 4096, 1, "WARNING", f"chunks of 512 never up to 3072 keys ({DenseReason.HOST}); rank"),
         (0.0, 700, 1, "WARNING", "never up to 700 keys (shorter than the shortest calibrated length, 1024); rank"),
     ],

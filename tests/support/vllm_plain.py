@@ -110,7 +110,7 @@ def attend_densely(
     cu_k = make_packed_starts(seq_lens.int())
     k, v = PagedKeys(k_pages, v_pages, table, cu_k, max_k, int(seq_lens.sum())).gathered(query.dtype)
     if window is not None:
-        edges, of_keys = cu_q[1:-1].cpu(), cu_k[1:-1].cpu()
+        edges, of_keys = (starts[1:-1].long().cpu() for starts in (cu_q, cu_k))
         requests = zip(*map(torch.tensor_split, (query, k, v), (edges, of_keys, of_keys)), strict=True)
         parts = ([rows.transpose(0, 1)[None] for rows in request] for request in requests if len(request[0]))
         return torch.cat([window_attention(*part, window, scoring)[0].transpose(0, 1) for part in parts])
