@@ -120,7 +120,7 @@ def check_rows(rows: Mapping[tuple[str, str], float]) -> None:
 
 
 def with_last_rows(profile: str, out: str, budget: str = "mse") -> str:
-    """Write a profile with dense last rows and a budget of a kind, whether it has them or not; returns the file's path."""
+    """Write a profile with dense last rows, whether it has any or not, and a kind of budget; returns the new path."""
     from s2o_runtime.profile import load_profile, save_profile
 
     made = load_profile(Path(profile))

@@ -196,26 +196,27 @@ class Server:
         """Log one line that says what will run where, a warning if nothing will."""
         context, fit = self._context, self.fit
         if self.obstacle:
-            message = "S2O %s in %s: all rows go to %s: %s"
-            log.warning(message, __version__, context.engine, context.stock, self.obstacle)
+            start = f"S2O {__version__} in {context.engine}: all rows go to {context.stock}: {self.obstacle}"
+            log.warning(start)
             return
-        profile, rank, chunk = fit.profile, context.rank, min(context.chunk, context.max_keys)
         most = min(context.max_keys, fit.max_length or context.max_keys)
-        fewest = fit.find_fewest_keys(chunk, most)
-        runs = f"sparse from {fewest} to {most} keys and from {fit.min_queries} new tokens on with chunks of {chunk}"
-        if fewest is None:
+        chunk = min(context.chunk, most)
+        if fewest := fit.find_fewest_keys(chunk, most):
+            runs = f"sparse from {fewest} to {most} keys and from {fit.min_queries} new tokens on in chunks of {chunk}"
+        else:
             larger = (1 << power for power in range(chunk.bit_length(), most.bit_length()))
             hint = next((f": use chunks of {tokens}" for tokens in larger if fit.find_fewest_keys(tokens, most)), "")
-            reason = fit.dense_reason(Request(min(chunk, most), most), fit.layers[0])
-            runs = f"sparse, but with chunks of {chunk} never up to {most} keys ({reason}){hint}"
+            reason = fit.dense_reason(Request(chunk, most), fit.layers[0])
+            runs = f"sparse, but in chunks of {chunk} never up to {most} keys ({reason}){hint}"
+        profile, rank, heads = fit.profile, context.rank, fit.heads
         sparse = sum(any(not config.is_dense for config in row) for row in zip(*profile.layers, strict=True))
         others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
-        log.log(
-            logging.WARNING if fewest is None else logging.INFO,
-            "S2O %s in %s: profile %s, %d of %d layers %s%s; rank %d of %d holds query heads %d to %d; rest: %s",
-            __version__, context.engine, self._source, sparse, len(fit.layers), others, runs, rank.index, rank.size,
-            fit.heads.start, fit.heads.stop - 1, context.stock,
-        )  # fmt: skip
+        message = (
+            f"S2O {__version__} in {context.engine}: profile {self._source}, {sparse} of {len(fit.layers)} layers "
+            f"{others}{runs}; rank {rank.index} of {rank.size} holds query heads {heads.start} to {heads.stop - 1}; "
+            f"all else goes to {context.stock}"
+        )
+        log.log(logging.INFO if fewest else logging.WARNING, message)
 
     def reserve(self, query: Tensor, scoring: Scoring) -> None:
         """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need.
@@ -262,9 +263,8 @@ class Server:
     def _run_small(self, config: LayerConfig, in_pages: bool, query: Tensor, scoring: Scoring) -> Callable[[], object]:
         """Run the lengths at which a configuration's kernels differ, over the pages of a cache or over a copy.
 
-        Returns a function that runs the shortest again.
+        Returns a function that runs the last of them again.
         """
-        runs = list[Callable[[], object]]()
         segment, kv_heads, page, device = config.shortest_segment, len(self.fit.kv_heads), 16, query.device
         lengths = sorted({min(count * segment, len(query)) for count in SEGMENTS})  # a batch has no more
         for queries, keys in [(length, length + segment) for length in lengths] + split_calls(config):
@@ -291,11 +291,11 @@ class Server:
             else:
                 k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
                 run = partial(s2o_attention_varlen, q, k, v, cu_q, cu_k, queries, keys, config)
-            runs.append(partial(run, **scoring.arguments(), backend="triton"))
-            runs[-1]()
+            run = partial(run, **scoring.arguments(), backend="triton")
+            run()
             # what a check of drift reads
             gather_keys(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)
-        return runs[0]
+        return run
 
 
 def measure_host_flops(call: Callable[[], object], like: Tensor) -> float:
@@ -303,20 +303,14 @@ def measure_host_flops(call: Callable[[], object], like: Tensor) -> float:
 
     like: a tensor on the GPU, of the type of the matrices.
     """
-
-    def time_once(run: Callable[[], object], is_done: Callable[[], object]) -> float:
-        torch.cuda.synchronize(like.device)
-        began = time.perf_counter()
-        for _ in range(REPEATS):
-            run()
-        is_done()
-        return time.perf_counter() - began
+    from torch.utils.benchmark import Timer  # brings numpy, which servers have
 
     square = torch.randn(SIDE, SIDE, dtype=like.dtype, device=like.device)
-    wait = partial(torch.cuda.synchronize, like.device)
-    host = min(time_once(call, lambda: None) for _ in range(3))  # the first calls become plans
-    gpu = min(time_once(lambda: square @ square, wait) for _ in range(3))
-    return 2 * SIDE**3 * host / gpu
+    host = Timer("call()", globals={"call": call}, timer=time.perf_counter)  # the default one waits for the GPU
+    gpu = Timer("square @ square", globals={"square": square})
+    # the first calls become plans
+    host_seconds, gpu_seconds = (min(timer.timeit(REPEATS).mean for _ in range(3)) for timer in (host, gpu))
+    return 2 * SIDE**3 * host_seconds / gpu_seconds
 
 
 def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str]:

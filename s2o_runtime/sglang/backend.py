@@ -147,8 +147,7 @@ class _Backend:
             return "the call's rows are not those of the announced batch"
         if getattr(self.forward_metadata, "image_token_ranges", None) is not None:
             return "rows of an image see one another"
-        others = {**named, "sinks": None}.items()
-        given = sorted(name for name, value in others if value is not None and value is not False)
+        given = sorted({name for name, value in named.items() if value is not None and value is not False} - {"sinks"})
         return f"the layer is called with {', '.join(given)}" if given else batch
 
     def _find_layer(self, layer: Any) -> ServedLayer | str:

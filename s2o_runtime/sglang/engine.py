@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..call import Scoring
+from ..call import PLAIN
 from ..dense_reason import DenseReason
 from ..errors import ConfigError, ResourceError
 from ..serving.checkpoint import find_local_folder
@@ -166,13 +166,6 @@ def _find_reader(runner: Any) -> DenseReason | None:
     return DenseReason.HIDDEN_STATES if is_full else None
 
 
-def _find_scoring(model: torch.nn.Module, heads: int) -> Scoring:
-    """Return the soft cap and the sinks of a model's layers of so many query heads, by which kernels differ."""
-    caps = [getattr(module, "logit_cap", 0.0) for module in model.modules()]
-    sinks = [tensor for name, tensor in model.named_parameters() if name.endswith(".sinks") and len(tensor) == heads]
-    return Scoring(softcap=max(caps) or None, sinks=sinks[0] if sinks else None)
-
-
 def _reserve(server: Server, runner: Any, rows: int) -> None:
     """Take, and give back, the memory of S2O's calls, and compile its kernels: the KV cache has its memory already.
 
@@ -183,7 +176,7 @@ def _reserve(server: Server, runner: Any, rows: int) -> None:
         return
     sizes = rows, len(server.fit.heads), server.fit.profile.geometry.head_dim
     try:
-        server.reserve(torch.empty(sizes, dtype=runner.dtype, device="cuda"), _find_scoring(runner.model, sizes[1]))
+        server.reserve(torch.empty(sizes, dtype=runner.dtype, device="cuda"), PLAIN)  # caps and sinks compile later
     except torch.OutOfMemoryError as error:
         raise ResourceError(
             "S2O's calls need memory beside the KV cache that is not left: lower --mem-fraction-static"

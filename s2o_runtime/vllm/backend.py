@@ -157,10 +157,7 @@ class _Implementation:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         given = {**dict(zip(INIT, arguments, strict=False)), **named}
-        # versions differ in the place of sinks, but no other argument behind the known ones is a tensor
-        more = (*arguments[len(INIT) :], named.get("sinks"))
-        sinks = next((extra for extra in more if isinstance(extra, Tensor)), None)
-        self.s2o_scoring = Scoring(self.scale, given.get("logits_soft_cap") or None, sinks)
+        self.s2o_scoring = Scoring(self.scale, given.get("logits_soft_cap") or None, given.get("sinks"))
         self.s2o_server = self.s2o_api.get_server()
         self.s2o_layers: dict[str, tuple[int, ServedLayer | str]] = {}
         self.s2o_obstacle = fit.log_obstacle(fit.find_layer_obstacle(
