@@ -70,7 +70,8 @@ def main(profile: str, model: str, name: str) -> int:
 
     prompts, codes = questions(AutoTokenizer.from_pretrained(model), case.length)
     if case.sparse:
-        profile = with_last_rows(profile, f"{name}.safetensors", "kl" if case.answers else "mse")
+        settings = {"strict": False, "drift": "off" if case.answers else "auto"}  # a proof's limits are of its budget
+        settings["profile"] = with_last_rows(profile, f"{name}.safetensors", "kl" if case.answers else "mse")
     engine = LLM(
         model=model,
         dtype="bfloat16",
@@ -84,7 +85,7 @@ def main(profile: str, model: str, name: str) -> int:
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
         attention_backend=backend(case),
-        additional_config={"s2o": {"profile": profile, "strict": False}} if case.sparse else {},
+        additional_config={"s2o": settings} if case.sparse else {},
         gpu_memory_utilization=0.4,
     )
     if case.sparse and case.processes == 1:

@@ -84,7 +84,8 @@ BLIND_DRAFTERS = ("draft_model", "ngram", "ngram_gpu", "standalone", "suffix")  
 # A dense layer must take the GPU so many times as long as the host takes to start a call of S2O again and again: in a
 # batch a layer takes the host two to three times that, and S2O leaves the GPU about half of its work.
 HOST_MARGIN = 5
-REPEATS, SIDE = 20, 4096  # of what is timed at start, and of the matrices whose product says how fast the GPU is
+REPEATS = 60  # of what is timed at start: their launches, at most nine each, must not fill the GPU's queue of 1024
+SIDE = 4096  # of the matrices whose product says how fast the GPU is
 CACHE_SHARE = 0.9  # of the GPU's memory, at most
 RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
 
@@ -275,19 +276,9 @@ class Server:
             cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=device), make_packed_starts(seq_lens)
             if in_pages:
                 run = partial(
-                    s2o_attention_paged,
-                    q,
-                    cache[0],
-                    cache[1],
-                    config,
-                    cu_q=cu_q,
-                    seq_lens=seq_lens,
-                    block_table=table,
-                    max_q=queries,
-                    max_k=keys,
-                    total_k=keys,
-                    cu_k=cu_k,
-                )
+                    s2o_attention_paged, q, *cache, config, cu_q=cu_q, seq_lens=seq_lens, block_table=table,
+                    max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k,
+                )  # fmt: skip
             else:
                 k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
                 run = partial(s2o_attention_varlen, q, k, v, cu_q, cu_k, queries, keys, config)
@@ -308,9 +299,7 @@ def measure_host_flops(call: Callable[[], object], like: Tensor) -> float:
     square = torch.randn(SIDE, SIDE, dtype=like.dtype, device=like.device)
     host = Timer("call()", globals={"call": call}, timer=time.perf_counter)  # the default one waits for the GPU
     gpu = Timer("square @ square", globals={"square": square})
-    # the first calls become plans
-    host_seconds, gpu_seconds = (min(timer.timeit(REPEATS).mean for _ in range(3)) for timer in (host, gpu))
-    return 2 * SIDE**3 * host_seconds / gpu_seconds
+    return 2 * SIDE**3 * host.timeit(REPEATS).mean / gpu.timeit(REPEATS).mean
 
 
 def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str]:
