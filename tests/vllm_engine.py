@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 LAST_ROWS, LAST = 128, "the last rows of a prompt, which answer"
+OF_ANSWERS = {("s2o", "rows of the model's last layer that nothing reads: they are zeros")}
+OF_ANSWERS |= {("dense", "the prompt's log-probabilities are read, and the profile's budget is of answers")}
 LENGTH, GPU_LENGTH, NEEDLES, SEED = 2048, 16384, 8, 1234
 
 
@@ -32,6 +34,7 @@ class EngineCase:
     stages: int = 1  # of pipeline parallelism
     compiled: bool = False  # torch.compile, and on a GPU CUDA graphs
     sparse: bool = True  # S2O's backend
+    answers: bool = False  # what the profile's budget is of, not all rows
     gpu: bool = False
 
     @property
@@ -50,6 +53,7 @@ CASES = {
     "chunk-300": EngineCase(300, 32),
     "two-ranks": EngineCase(512, 16, ranks=2),
     "compiled": EngineCase(512, 16, compiled=True),
+    "answers": EngineCase(512, 16, answers=True),
     "dense": EngineCase(512, 32, sparse=False),  # vLLM's own backend: its pages have at least 32 tokens
     "gpu-eager": EngineCase(4096, 16, gpu=True),
     "gpu-graphs": EngineCase(4096, 16, compiled=True, gpu=True),
@@ -66,7 +70,8 @@ def main(profile: str, model: str, name: str) -> int:
 
     prompts, codes = questions(AutoTokenizer.from_pretrained(model), case.length)
     if case.sparse:
-        profile = with_last_rows(profile, f"{name}.safetensors")
+        settings = {"strict": False, "drift": "off" if case.answers else "auto"}  # a proof's limits are of its budget
+        settings["profile"] = with_last_rows(profile, f"{name}.safetensors", "kl" if case.answers else "mse")
     engine = LLM(
         model=model,
         dtype="bfloat16",
@@ -80,7 +85,7 @@ def main(profile: str, model: str, name: str) -> int:
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
         attention_backend=backend(case),
-        additional_config={"s2o": {"profile": profile, "strict": False}} if case.sparse else {},
+        additional_config={"s2o": settings} if case.sparse else {},
         gpu_memory_utilization=0.4,
     )
     if case.sparse and case.processes == 1:
@@ -90,9 +95,13 @@ def main(profile: str, model: str, name: str) -> int:
     began = time.time()
     answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=5))
     seconds = time.time() - began
+    asked = engine.generate(prompts[:1], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs[1:]
+    total = sum(token.logprob for tokens in asked for token in tokens.values())
+    print(f"{name}: the first prompt's log-probabilities are {total:.1f}", flush=True)
     if case.sparse and case.processes == 1:
         print(f"{name}: {get_server().counters.summary()}", flush=True)
         check_rows(get_server().counters.shares())
+        assert not case.answers or get_server().counters.shares().keys() >= OF_ANSWERS
     texts = [answer.outputs[0].text for answer in answers]
     return report(name, codes, texts, [answer.num_cached_tokens for answer in answers], seconds)
 
@@ -111,8 +120,8 @@ def check_rows(rows: Mapping[tuple[str, str], float]) -> None:
     assert ("dense", LAST) in rows, "no row was dense for being the last of a prompt"
 
 
-def with_last_rows(profile: str, out: str) -> str:
-    """Write a profile with dense last rows, whether it has any or not; returns the new file's path."""
+def with_last_rows(profile: str, out: str, budget: str = "mse") -> str:
+    """Write a profile with dense last rows, whether it has any or not, and a kind of budget; returns the new path."""
     from s2o_runtime.profile import load_profile, save_profile
 
     made = load_profile(Path(profile))
@@ -120,7 +129,8 @@ def with_last_rows(profile: str, out: str) -> str:
         tuple(layer if layer.is_dense else replace(layer, last_rows=LAST_ROWS) for layer in bucket)
         for bucket in made.layers
     )
-    save_profile(replace(made, layers=layers), Path(out))
+    record = {**made.record, "budget": {"kind": budget, "value": 1e-4}}
+    save_profile(replace(made, layers=layers, record=record), Path(out))
     return str(Path(out).resolve())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from ..devices import get_capability, is_interpreted, launch_on
 from ..errors import InputError
 from ..sequences import KERNEL_TYPES, Packed, PagedKeys, make_packed_starts
 from ..tiles import FP8_CAPABILITY, MIN_CAPABILITY
-from .api import read_lengths, read_options
-from .backend import Backend, BackendChoice, choose_backend
+from .api import PackedOptions, read_lengths, read_options
+from .backend import BackendChoice, choose_backend
 from .compute import Attention, supports_output
 from .replay import run_call
 
@@ -29,7 +29,7 @@ IN_PLACE_ELEMENTS = 1 << 31  # of a layer's cache: of one with so many the speci
 ROW_BYTES = 16  # that the specialised kernel copies at once
 
 
-class PagedOptions(TypedDict, total=False):
+class PagedOptions(PackedOptions, total=False):
     """The arguments by name of `s2o_attention_paged` that do not change the type of its result."""
 
     cu_q: Required[Tensor]
@@ -41,8 +41,6 @@ class PagedOptions(TypedDict, total=False):
     cu_k: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
-    scale: float | None
-    backend: Backend
     out: Tensor | None
 
 
@@ -83,7 +81,7 @@ def s2o_attention_paged(
             for it.
         cu_k: int32 [N + 1], the sums of `seq_lens` from 0; computed if not given. A server does so once for all layers.
         k_scale, v_scale: float32 [1] or [Hkv], for an fp8 cache; 1 by default.
-        scale, backend, return_stats, return_lse: as for `s2o_attention_varlen`.
+        scale, softcap, sinks, backend, return_stats, return_lse: as for `s2o_attention_varlen`.
         out: [Tq, Hq, D] in the type of q, written and returned as the output; a new tensor by default.
 
     Returns:
@@ -141,7 +139,8 @@ def s2o_attention_paged(
         call = make_call(k, v)
         return call, choice or choose_backend(call, chosen.backend)
 
-    inputs = (q, written, k_cache, v_cache, block_table, cu_q, None if cu_k is cu_q else cu_k, k_scale, v_scale)
+    own_cu_k, sinks = None if cu_k is cu_q else cu_k, chosen.scoring.sinks
+    inputs = (q, written, k_cache, v_cache, block_table, cu_q, own_cu_k, k_scale, v_scale, sinks)
     # plans for an output that is given fit any number of queries: launches depend on the longest sequence alone
     any_length = 2 if written is not None and not chosen.return_lse and q.shape[0] else 0
     return run_call(

@@ -41,7 +41,7 @@ class LayerCall(NamedTuple):
     layer: ServedLayer | str  # of the profile, or the reason why S2O has no part in the call
     batch: Batch | str  # of the server, or that reason
     query: Tensor  # [T, Hq, D], the rows of the batch
-    scale: float  # of the scores
+    scoring: Scoring  # of the layer
     read_pages: Callable[[], tuple[Tensor, Tensor]]  # the layer's keys and values, [pages, page size, Hkv, D] each
     run_stock: Callable[[], Any]  # lets the stock backend compute all rows, and returns the server's answer
     run_stock_slice: Callable[[BatchSlice, Tensor], object]  # lets it compute a slice into an output, [T, Hq, D]
@@ -94,13 +94,11 @@ def _compute(
     # a view takes microseconds of the host: none where the slice is the batch
     is_all = span.end - span.begin == len(call.query)
     query, out = (call.query, out) if is_all else (call.query[span.rows], out[span.rows])
-    arguments = batch.get_call(span, pages[0].shape[1])
+    arguments = batch.get_call(span, pages[0].shape[1]) | call.scoring.arguments()
     sample = counters.begin(layer.layer, "s2o", query.device)
     assert span.bucket is not None
     length = batch.fit.profile.lengths[span.bucket]
-    stats = s2o_attention_paged(
-        query, *pages, layer.config(length), **arguments, scale=call.scale, out=out, return_stats=True
-    ).stats
+    stats = s2o_attention_paged(query, *pages, layer.config(length), **arguments, out=out, return_stats=True).stats
     assert stats is not None
     path = "dense" if stats.backend == "dense" else "s2o"
     counters.end(layer.layer, path, sample, query.device)
@@ -111,7 +109,7 @@ def _compute(
             cache = PagedKeys(*pages, arguments["block_table"], arguments["cu_k"], span.max_k, span.total_k)
             packed = (query, *gather_keys(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
-            layer.drift.see(q, keys, values, output, Scoring(call.scale), None, length)
+            layer.drift.see(q, keys, values, output, call.scoring, None, length)
 
 
 def find_test_rows(batch: Batch) -> BatchSlice | None:
@@ -144,9 +142,10 @@ def run_self_test(call: LayerCall, layer: ServedLayer, batch: Batch, span: Batch
     edges, seq_lens, table = batch.get_tensors(span)
     # the rows begin behind those that the request has in the batch
     arguments = make_call(span, edges.clamp_min(span.begin), seq_lens, table, pages[0].shape[1])
+    arguments |= call.scoring.arguments()
     backend: Backend = "triton" if query.is_cuda else "reference"
     try:
-        ours = s2o_attention_paged(query, *pages, config, **arguments, scale=call.scale, backend=backend)
+        ours = s2o_attention_paged(query, *pages, config, **arguments, backend=backend)
     except S2OError as error:
         layer.refuse(f"its self-test cannot run ({error})")
         return

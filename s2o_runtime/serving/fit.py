@@ -175,7 +175,8 @@ class RankProfile:
         heads, kv_heads: of the model, those that this rank holds.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
         min_queries: fewer are computed by no layer; where none computes any, one more than decoding brings.
-        host_flops: requests that take fewer floating-point operations in a dense layer are dense.
+        host_flops: requests that take this rank fewer floating-point operations in a dense layer are dense, because the
+            host would decide, whose time no number of ranks divides; 0 until it is measured.
         row_weights: of a layer's matrices on this rank, those that a row of a request meets.
         layers: of the profile, on this rank, in the order of its tables.
     """
@@ -187,7 +188,6 @@ class RankProfile:
         device: torch.device,
         beyond: str = "dense",
         decode_queries: int = 1,
-        host_flops: float = 0.0,
         row_weights: int = 0,
     ) -> None:
         self.profile, self.rejected = adapt_to_device(profile, device)
@@ -196,7 +196,7 @@ class RankProfile:
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = get_capability(device), decode_queries
-        self.host_flops, self.row_weights = host_flops, row_weights
+        self.host_flops, self.row_weights = 0.0, row_weights
         self._used: set[int] = set()  # rows of the layers that this process has, which a stage of a pipeline finds out
         self._all_tested = False
         self._last_rows = [max(config.last_rows for config in bucket) for bucket in self.profile.layers]
@@ -241,6 +241,18 @@ class RankProfile:
         if reason := find_dense_reason(config, shape, self.capability):
             return reason
         return request.own_reason or (DenseReason.LAST_ROWS if request.is_last_rows else None)
+
+    def find_fewest_keys(self, chunk: int, most: int) -> int | None:
+        """Return the fewest keys, in steps of 256 and at most `most`, of which some layer computes a chunk; or None.
+
+        chunk: new tokens; of fewer keys all are new.
+        """
+        unlike = {layer.limits: layer for layer in self.layers}.values()
+        for keys in range(self.profile.min_length, most + 1, 256):
+            request = Request(min(chunk, keys), keys)
+            if any(self.dense_reason(request, layer) is None for layer in unlike):
+                return keys
+        return None
 
     def batch_reason(self, largest: Request) -> str | None:
         """Return the reason why the stock backend computes a batch as a whole; None if S2O may have a part in it.
@@ -295,18 +307,13 @@ class NoProfile(RankProfile):
 
 
 def find_layer_obstacle(
-    *, attn_type: str = "decoder", sliding_window: int | None = None, soft_cap: float | None = None,
-    sinks: bool = False, alibi: bool = False,
-) -> str | None:  # fmt: skip
+    *, attn_type: str = "decoder", sliding_window: int | None = None, alibi: bool = False
+) -> str | None:
     """Return the reason why a layer never runs S2O, by what a server makes it with; None if it may."""
     if attn_type != "decoder":
         return f"the layer's attention is of type {attn_type}"
     if sliding_window is not None:
         return describe_window(sliding_window)
-    if soft_cap:
-        return f"the scores are soft-capped at {soft_cap:g}"
-    if sinks:
-        return "the layer has attention sinks"
     return "the layer has ALiBi slopes" if alibi else None
 
 

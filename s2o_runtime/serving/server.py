@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..attention.api import s2o_attention_varlen
 from ..attention.paged import IN_PLACE_ELEMENTS, gather_keys, s2o_attention_paged
 from ..attention.warmup import SEGMENTS, THREADS, split_calls
+from ..call import Scoring
 from ..config import LayerConfig
 from ..dense_reason import DenseReason
 from ..errors import ConfigError, ModelError, ProfileError, S2OError
@@ -31,7 +33,7 @@ from ..sequences import PagedKeys, make_packed_starts
 from ..version import __version__
 from . import fit
 from .attend import exact_config
-from .fit import NoProfile, Rank, RankProfile
+from .fit import NoProfile, Rank, RankProfile, Request
 
 PROFILE_VARIABLE = "S2O_PROFILE"
 Beyond = Literal["dense", "s2o"]
@@ -79,7 +81,11 @@ class Settings:
 
 
 BLIND_DRAFTERS = ("draft_model", "ngram", "ngram_gpu", "standalone", "suffix")  # which read no hidden states
-HOST_FLOPS = 1.2e12  # of a request in a dense layer, 2 ms of an H100: for less, what S2O takes of the host may decide
+# A dense layer must take the GPU so many times as long as the host takes to start a call of S2O again and again: in a
+# batch a layer takes the host two to three times that, and S2O leaves the GPU about half of its work.
+HOST_MARGIN = 5
+REPEATS = 60  # of what is timed at start: their launches, at most nine each, must not fill the GPU's queue of 1024
+SIDE = 4096  # of the matrices whose product says how fast the GPU is
 CACHE_SHARE = 0.9  # of the GPU's memory, at most
 RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
 
@@ -106,6 +112,7 @@ class ServerContext:
     rank: Rank  # of this process, among those that share the heads of its layers
     device: torch.device  # of this process
     max_keys: int  # of the longest prompt that the server takes
+    chunk: int  # new tokens of a step, at most
     decode_queries: int = 1  # the most that a request brings while it decodes, more than one with speculation
     process: Process = Process()
     kv_cache_dtype: str = "auto"  # which it also is where layers differ
@@ -153,8 +160,9 @@ class Server:
                     "that is an address of this machine",
                     host, port, error,
                 )  # fmt: skip
-        self._reserved_rows = 0
-        self._log_start(context, source)
+        self._reserved_rows, self._context, self._source = 0, context, source
+        if self.obstacle or context.device.type != "cuda":  # a GPU's is logged when the host's time is known
+            self.log_start()
         if self.fit.reads == "answers" and not self.obstacle:
             self._skip_unread_rows(context)
 
@@ -185,26 +193,37 @@ class Server:
             layer.drift = DriftMonitor(replace(check, every=1, trial=EARLY), layer.layer, errors)
             self.counters.drift[layer.layer] = layer.drift
 
-    def _log_start(self, context: ServerContext, source: str) -> None:
-        """Log one line that says what will run where; `source` names the profile."""
+    def log_start(self) -> None:
+        """Log one line that says what will run where, a warning if nothing will."""
+        context, fit = self._context, self.fit
         if self.obstacle:
-            message = "S2O %s in %s: all rows go to %s: %s"
-            log.warning(message, __version__, context.engine, context.stock, self.obstacle)
+            start = f"S2O {__version__} in {context.engine}: all rows go to {context.stock}: {self.obstacle}"
+            log.warning(start)
             return
-        profile, rank = self.fit.profile, context.rank
-        until = "on" if self.fit.max_length is None else f"to {self.fit.max_length}"
+        most = min(context.max_keys, fit.max_length or context.max_keys)
+        chunk = min(context.chunk, most)
+        if fewest := fit.find_fewest_keys(chunk, most):
+            runs = f"sparse from {fewest} to {most} keys and from {fit.min_queries} new tokens on in chunks of {chunk}"
+        else:
+            larger = (1 << power for power in range(chunk.bit_length(), most.bit_length()))
+            hint = next((f": use chunks of {tokens}" for tokens in larger if fit.find_fewest_keys(tokens, most)), "")
+            reason = fit.dense_reason(Request(chunk, most), fit.layers[0])
+            runs = f"sparse, but in chunks of {chunk} never up to {most} keys ({reason}){hint}"
+        profile, rank, heads = fit.profile, context.rank, fit.heads
         sparse = sum(any(not config.is_dense for config in row) for row in zip(*profile.layers, strict=True))
         others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
-        log.info(
-            "S2O %s in %s: profile %s, %d of %d layers %ssparse from %d %s keys and from %d new tokens "
-            "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
-            __version__, context.engine, source, sparse, len(self.fit.layers), others,
-            profile.min_length, until, self.fit.min_queries, rank.index, rank.size, self.fit.heads.start,
-            self.fit.heads.stop - 1, context.stock,
-        )  # fmt: skip
+        message = (
+            f"S2O {__version__} in {context.engine}: profile {self._source}, {sparse} of {len(fit.layers)} layers "
+            f"{others}{runs}; rank {rank.index} of {rank.size} holds query heads {heads.start} to {heads.stop - 1}; "
+            f"all else goes to {context.stock}"
+        )
+        log.log(logging.INFO if fewest else logging.WARNING, message)
 
-    def reserve(self, query: Tensor) -> None:
-        """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need."""
+    def reserve(self, query: Tensor, scoring: Scoring) -> None:
+        """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need.
+
+        The first time compile the kernels, measure the host and log the start.
+        """
         # vLLM does so while it measures the memory of a batch, and its KV cache gets the rest; SGLang behind its cache
         if query.device.type != "cuda" or self.obstacle or len(query) <= self._reserved_rows:
             return  # the profiling run comes first and has the most rows; smaller runs capture graphs
@@ -213,13 +232,15 @@ class Server:
         output = query.numel() * query.element_size()
         torch.empty(RANKING_BYTES + keys_and_values + output, dtype=torch.uint8, device=query.device)
         if not compiled:
-            self.compile_kernels(query)
+            if calls := self.compile_kernels(query, scoring):
+                self.fit.host_flops = HOST_MARGIN * measure_host_flops(calls[0], query)
+            self.log_start()
 
-    def compile_kernels(self, query: Tensor) -> None:
+    def compile_kernels(self, query: Tensor, scoring: Scoring) -> list[Callable[[], object]]:
         """Run one small call of every configuration with kernels of its own, so that no request waits for them.
 
         Threads share the work, because Triton leaves Python's lock while it compiles. The calls to come are of the type
-        of `query`, [T, Hq, D], and on its device.
+        of `query`, [T, Hq, D], and on its device. Returns functions that run such calls again.
         """
         by_kernels, lengths = dict[object, LayerConfig](), self.fit.profile.lengths
         for layer in self.fit.layers:
@@ -229,9 +250,9 @@ class Server:
         at_once = min(THREADS, os.cpu_count() or 1) if query.is_cuda else 1  # Triton's interpreter is for one
         in_pages = (True, False) if self._may_be_copied(query) else (True,)
         with ThreadPoolExecutor(at_once) as threads:
-            calls = [threads.submit(self._run_small, *case, query) for case in product(by_kernels.values(), in_pages)]
-            for call in calls:
-                call.result()
+            cases = product(by_kernels.values(), in_pages)
+            calls = [threads.submit(self._run_small, *case, query, scoring) for case in cases]
+            return [call.result() for call in calls]
 
     def _may_be_copied(self, query: Tensor) -> bool:
         """Return whether a layer's cache, of a share of the GPU's memory, may be too large for kernels to read."""
@@ -240,8 +261,11 @@ class Server:
         elements = torch.cuda.get_device_properties(query.device).total_memory // query.element_size()
         return CACHE_SHARE * elements / self.fit.profile.geometry.decoder_layers >= IN_PLACE_ELEMENTS
 
-    def _run_small(self, config: LayerConfig, in_pages: bool, query: Tensor) -> None:
-        """Run the lengths at which a configuration's kernels differ, over the pages of a cache or over a copy."""
+    def _run_small(self, config: LayerConfig, in_pages: bool, query: Tensor, scoring: Scoring) -> Callable[[], object]:
+        """Run the lengths at which a configuration's kernels differ, over the pages of a cache or over a copy.
+
+        Returns a function that runs the last of them again.
+        """
         segment, kv_heads, page, device = config.shortest_segment, len(self.fit.kv_heads), 16, query.device
         lengths = sorted({min(count * segment, len(query)) for count in SEGMENTS})  # a batch has no more
         for queries, keys in [(length, length + segment) for length in lengths] + split_calls(config):
@@ -251,25 +275,31 @@ class Server:
             table = torch.zeros(1, -(-keys // page), dtype=torch.int32, device=device)
             cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=device), make_packed_starts(seq_lens)
             if in_pages:
-                s2o_attention_paged(
-                    q,
-                    cache[0],
-                    cache[1],
-                    config,
-                    cu_q=cu_q,
-                    seq_lens=seq_lens,
-                    block_table=table,
-                    max_q=queries,
-                    max_k=keys,
-                    total_k=keys,
-                    cu_k=cu_k,
-                    backend="triton",
-                )
+                run = partial(
+                    s2o_attention_paged, q, *cache, config, cu_q=cu_q, seq_lens=seq_lens, block_table=table,
+                    max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k,
+                )  # fmt: skip
             else:
                 k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
-                s2o_attention_varlen(q, k, v, cu_q, cu_k, queries, keys, config, backend="triton")
+                run = partial(s2o_attention_varlen, q, k, v, cu_q, cu_k, queries, keys, config)
+            run = partial(run, **scoring.arguments(), backend="triton")
+            run()
             # what a check of drift reads
             gather_keys(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)
+        return run
+
+
+def measure_host_flops(call: Callable[[], object], like: Tensor) -> float:
+    """Return the operations of a matrix product that the GPU does while the host starts a call; waits for the GPU.
+
+    like: a tensor on the GPU, of the type of the matrices.
+    """
+    from torch.utils.benchmark import Timer  # brings numpy, which servers have
+
+    square = torch.randn(SIDE, SIDE, dtype=like.dtype, device=like.device)
+    host = Timer("call()", globals={"call": call}, timer=time.perf_counter)  # the default one waits for the GPU
+    gpu = Timer("square @ square", globals={"square": square})
+    return 2 * SIDE**3 * host.timeit(REPEATS).mean / gpu.timeit(REPEATS).mean
 
 
 def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str]:
@@ -286,8 +316,7 @@ def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, 
         except (ProfileError, ModelError) as error:
             return NoProfile(str(error), decode_queries), ""
         profile, source = match.profile, f"{match}{', config not compared' if match.profile.config_unknown else ''}"
-    host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
-    work = decode_queries, host_flops, fit.count_row_weights(model) // context.rank.size
+    work = decode_queries, fit.count_row_weights(model) // context.rank.size
     return RankProfile(profile, context.rank, context.device, settings.beyond, *work), source
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import Scoring
 from ..dense_reason import DenseReason
 from ..logs import log_once
 from ..serving import fit
@@ -36,7 +37,7 @@ class SglangApi:
     server: Server
     obstacle: str | None  # to all in this process
     kv_cache_dtype: str  # as torch spells it without "torch."
-    is_split: Callable[[Any], bool]  # says of a batch if several ranks share its context
+    find_reason: Callable[[Any], str | None]  # why the stock backend computes a batch, by what SGLang does with it
     write: Callable[[Any, Any, Tensor, Tensor], None]  # layer, batch, and what goes into the cache: keys, values
 
 
@@ -85,7 +86,7 @@ class _Backend:
             return reason
         if served.reads == "answers" and (reason := find_reader(forward_batch)):
             return reason
-        return "the context is shared by several ranks" if self.s2o_api.is_split(forward_batch) else None
+        return self.s2o_api.find_reason(forward_batch)
 
     def forward_extend(
         self,
@@ -131,8 +132,9 @@ class _Backend:
 
         served = self._find_layer(layer)
         query = q if isinstance(served, str) else q.view(rows, heads, head_dim)
+        scoring = Scoring(layer.scaling, layer.logit_cap or None, named.get("sinks"))
         call = LayerCall(
-            layer.layer_id, served, batch, query, layer.scaling, read_pages, run_stock, run_stock_slice, make_output
+            layer.layer_id, served, batch, query, scoring, read_pages, run_stock, run_stock_slice, make_output
         )
         return attend(call, rows, self.s2o_api.server.counters)
 
@@ -141,11 +143,13 @@ class _Backend:
         batch = self.s2o_batch
         if isinstance(batch, str):
             return batch
-        if batch is None or batch.source is not forward_batch or len(q) != batch.rows:
+        # a breakable CUDA graph calls with a batch of its own, which has the announced one's lists
+        lengths = None if batch is None else batch.source.extend_seq_lens_cpu
+        if batch is None or forward_batch.extend_seq_lens_cpu is not lengths or len(q) != batch.rows:
             return "the call's rows are not those of the announced batch"
         if getattr(self.forward_metadata, "image_token_ranges", None) is not None:
             return "rows of an image see one another"
-        given = sorted(name for name, value in named.items() if value is not None and value is not False)
+        given = sorted({name for name, value in named.items() if value is not None and value is not False} - {"sinks"})
         return f"the layer is called with {', '.join(given)}" if given else batch
 
     def _find_layer(self, layer: Any) -> ServedLayer | str:
@@ -175,11 +179,10 @@ class _Backend:
 
 
 def find_attention_obstacle(layer: Any) -> str | None:
-    """Return the reason why a layer never runs S2O, by its RadixAttention; None if it may. Calls bring the sinks."""
+    """Return the reason why a layer never runs S2O, by its RadixAttention; None if it may."""
     window = layer.sliding_window_size
     obstacle = fit.find_layer_obstacle(
         sliding_window=window if window is not None and window > -1 else None,
-        soft_cap=layer.logit_cap,
         attn_type="cross" if layer.is_cross_attention else str(layer.attn_type.value),
     )
     if obstacle is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..call import PLAIN
 from ..dense_reason import DenseReason
 from ..errors import ConfigError, ResourceError
 from ..serving.checkpoint import find_local_folder
@@ -80,16 +81,18 @@ def make_api(runner: Any) -> SglangApi:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.runtime_context import get_parallel, get_schedule
+    from sglang.srt.runtime_context import get_flags, get_parallel, get_schedule
 
     on_cpu = runner.device == "cpu"
-    if not on_cpu and not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED):
+    if check_cuda_graph_backend(Phase.PREFILL, Backend.FULL):
         raise ConfigError(
-            "S2O takes decisions on the host, which CUDA graphs of prompts have no room for: add "
-            "--disable-prefill-cuda-graph, or serve with another --prefill-attention-backend"
+            "S2O takes decisions on the host, which full CUDA graphs of prompts have no room for: use "
+            "--cuda-graph-backend-prefill breakable, or serve with another --prefill-attention-backend"
         )
     parallel, model = get_parallel(), runner.model_config
     kv_cache_dtype, obstacle = str(runner.kv_cache_dtype).removeprefix("torch."), _find_obstacle(runner)
+    chunk = get_schedule().chunked_prefill_size
+    chunk = chunk if chunk is not None and chunk > 0 else int(model.context_len)
     server = Server(
         read_settings(),
         ServerContext(
@@ -100,6 +103,7 @@ def make_api(runner: Any) -> SglangApi:
             rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
             device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
             max_keys=int(model.context_len),
+            chunk=chunk,
             process=_find_process(parallel),
             kv_cache_dtype=kv_cache_dtype,
             obstacle=obstacle,
@@ -108,14 +112,19 @@ def make_api(runner: Any) -> SglangApi:
             drafter=None if runner.spec_algorithm.is_none() else runner.spec_algorithm.name.lower(),
         ),
     )
-    _reserve(server, runner, get_schedule())
+    _reserve(server, runner, chunk)
     watch_prompts(ForwardBatch)
 
     def write(layer: Any, forward_batch: Any, keys: Any, values: Any) -> None:
         location = KVWriteLoc.for_layer(forward_batch, layer)
         runner.token_to_kv_pool.set_kv_buffer(layer, location, keys, values, layer.k_scale, layer.v_scale)
 
-    return SglangApi(server, obstacle, kv_cache_dtype, is_cp_active, write)
+    def find_reason(forward_batch: Any) -> str | None:
+        if get_flags().dp.capturing_prefill_graph:  # by prompts of zeros, which would test layers too
+            return "the batch is of a CUDA graph"
+        return "the context is shared by several ranks" if is_cp_active(forward_batch) else None
+
+    return SglangApi(server, obstacle, kv_cache_dtype, find_reason, write)
 
 
 def read_settings() -> Settings:
@@ -142,7 +151,7 @@ def _find_obstacle(runner: Any) -> str | None:
     """Return the reason why S2O computes nothing of a model runner; None if it may."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    pool = runner.token_to_kv_pool
+    pool = getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)  # sliding layers have their own
     if runner.kv_index_translator is not None and runner.kv_index_translator.is_translating:
         return "the KV cache shares its memory with other caches (unified memory)"
     if type(pool) is not MHATokenToKVPool or pool.get_key_buffer(pool.start_layer).ndim != 3:
@@ -159,7 +168,7 @@ def _find_reader(runner: Any) -> DenseReason | None:
     return DenseReason.HIDDEN_STATES if is_full else None
 
 
-def _reserve(server: Server, runner: Any, schedule: Any) -> None:
+def _reserve(server: Server, runner: Any, rows: int) -> None:
     """Take, and give back, the memory of S2O's calls, and compile its kernels: the KV cache has its memory already.
 
     Raises:
@@ -167,11 +176,9 @@ def _reserve(server: Server, runner: Any, schedule: Any) -> None:
     """
     if runner.device == "cpu" or server.obstacle:
         return
-    chunk = schedule.chunked_prefill_size
-    rows = chunk if chunk is not None and chunk > 0 else server.max_keys
     sizes = rows, len(server.fit.heads), server.fit.profile.geometry.head_dim
     try:
-        server.reserve(torch.empty(sizes, dtype=runner.dtype, device="cuda"))
+        server.reserve(torch.empty(sizes, dtype=runner.dtype, device="cuda"), PLAIN)  # caps and sinks compile later
     except torch.OutOfMemoryError as error:
         raise ResourceError(
             "S2O's calls need memory beside the KV cache that is not left: lower --mem-fraction-static"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import Scoring
 from ..dense_reason import DenseReason
 from ..errors import InputError
 from ..sequences import FP8_TYPES, find_page_obstacle
@@ -156,15 +157,13 @@ class _Implementation:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         given = {**dict(zip(INIT, arguments, strict=False)), **named}
+        self.s2o_scoring = Scoring(self.scale, given.get("logits_soft_cap") or None, given.get("sinks"))
         self.s2o_server = self.s2o_api.get_server()
         self.s2o_layers: dict[str, tuple[int, ServedLayer | str]] = {}
         self.s2o_obstacle = fit.log_obstacle(fit.find_layer_obstacle(
             alibi=given.get("alibi_slopes") is not None,
             sliding_window=given.get("sliding_window"),
-            soft_cap=given.get("logits_soft_cap"),
             attn_type=str(getattr(given.get("attn_type"), "value", given.get("attn_type", "decoder"))),
-            # versions differ in the place of sinks, but no other argument behind the known ones is a tensor
-            sinks=named.get("sinks") is not None or any(isinstance(extra, Tensor) for extra in arguments[len(INIT) :]),
         ) or fit.find_cache_obstacle(given.get("kv_cache_dtype", "auto"), self.s2o_server.fit.made_for))  # fmt: skip
 
     def forward(
@@ -187,8 +186,8 @@ class _Implementation:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
 
         if batch is None or isinstance(batch, str):  # counted when it was built, or decoding
-            if attn_metadata is None:  # vLLM's profiling run
-                self.s2o_server.reserve(query)
+            if attn_metadata is None and self.s2o_obstacle is None:  # vLLM's profiling run
+                self.s2o_server.reserve(query, self.s2o_scoring)
             return run_stock()
 
         def run_stock_slice(span: BatchSlice, out: Tensor) -> None:
@@ -199,7 +198,7 @@ class _Implementation:
             *self._find_layer(layer, kv_cache),
             batch,
             query,
-            self.scale,
+            self.s2o_scoring,
             read_pages=lambda: get_pages(kv_cache, self.num_kv_heads, self.head_size),
             run_stock=run_stock,
             run_stock_slice=run_stock_slice,

@@ -12,7 +12,7 @@ from ..serving.sources import ServerInterface, find_classes, list_parameters, re
 
 BACKEND = Path("v1/attention/backend.py")
 FLASH = Path("v1/attention/backends/flash_attn.py")
-READ = ("0.23", "0.29", "0.32", "0.33")  # versions whose sources were read; 0.32 was run, on its CPU engine
+READ = ("0.23", "0.29", "0.32", "0.33")  # versions whose sources were read; 0.32 and 0.33 were run, on a CPU
 FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")  # of an implementation, first ones
 FORWARD_MORE = {"output_scale", "output_block_scale"}  # and those after them that are known
 BUILD = ("common_prefix_len", "common_attn_metadata", "fast_build")

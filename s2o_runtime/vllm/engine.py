@@ -158,6 +158,7 @@ def get_server() -> Server:
         rank=Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
         max_keys=int(model.max_model_len),
+        chunk=int(config.scheduler_config.max_num_batched_tokens),
         # its last token and those to be verified; a parallel drafter may add as many again
         decode_queries=1 + 2 * int(getattr(config.speculative_config, "num_speculative_tokens", None) or 0),
         process=_find_process(config.parallel_config, get_world_group().rank_in_group, get_pp_group().rank_in_group),

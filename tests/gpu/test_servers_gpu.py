@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from s2o_runtime.call import PLAIN
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import save_profile
 from s2o_runtime.quantisation import round_as_cached
@@ -107,11 +108,12 @@ def test_the_profiling_run_reserves_and_compiles(tmp_path):
         "model_type": sizes.architecture, "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.query_heads,
         "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
     })  # fmt: skip
-    context = ServerContext("0", "STOCK", config, None, Rank(), torch.device("cuda"), max_keys=32768)
+    context = ServerContext("0", "STOCK", config, None, Rank(), torch.device("cuda"), max_keys=32768, chunk=8192)
     server = Server(Settings(tmp_path / "p.safetensors", strict=False), context)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    server.reserve(torch.empty(8192, 8, 128, **DEVICE))
+    server.reserve(torch.empty(8192, 8, 128, **DEVICE), PLAIN)
+    assert 1e10 < server.fit.host_flops < 1e13  # 5 times 20 us to 2 ms, of 1e14 to 1e15 operations a second
     taken = torch.cuda.max_memory_allocated() - before
     engine_server = FakeServer(made, Rank(), "cuda", 32768)
     engine = fake_vllm.FakeEngine(engine_server, pages=4096, **DEVICE)

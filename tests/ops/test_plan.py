@@ -324,7 +324,9 @@ def new_call(kind, counts, config, head_dim):
     if kind == "paged":
         sizes = {"heads": HEADS, "kv_heads": HEADS, "head_dim": head_dim, "dtype": DTYPE, "device": DEVICE}
         batch = PagedBatch(queries, lengths, 16 * SCALE, LAYOUTS[1], bounds=(LONGEST, LONGEST), **sizes)
-        return lambda: batch.paged(config, total_k=2 * LONGEST, out=torch.full_like(batch.q, torch.nan), **options)
+        sinks = torch.randn(HEADS, device=DEVICE).to(DTYPE)
+        options |= {"total_k": 2 * LONGEST, "sinks": sinks}
+        return lambda: batch.paged(config, out=torch.full_like(batch.q, torch.nan), **options)
     if kind == "packed":
         edges = edges_of(queries)
         packed = (tensor[0].transpose(0, 1) for tensor in (q, k, v))

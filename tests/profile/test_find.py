@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from s2o_runtime import explain, patch, patched, save_profile
+from s2o_runtime.call import PLAIN
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.huggingface import run, sdpa
@@ -230,7 +231,7 @@ def test_a_server_for_which_none_fits_is_dense_with_one_line(misfit, settings, m
     if "encoder" in misfit:
         model.config.is_encoder_decoder = True
     server = Server(settings(), context(model.config, checkpoint=tmp_path / "model", decode_queries=3))
-    server.reserve(torch.zeros(4, 4, 64))
+    server.reserve(torch.zeros(4, 4, 64), PLAIN)
     (line,) = info_log.messages
     assert "in vLLM 0.32.0: all rows go to STOCK: " in line
     assert misfit in line

@@ -176,11 +176,13 @@ PROMPTS = st.tuples(st.sampled_from([64, 100, 128, 200, 300, 305]) | st.integers
     st.integers(0, 1),
     st.integers(0, 3),
     st.booleans(),
+    st.sampled_from([{}, {"softcap": 2.0}, {"sinks": torch.tensor([1.0, 4.0])}]),
 )
-def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_keys, rank, padding, older):
+def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_keys, rank, padding, older, scoring):
     """Of prompts that are read in two batches, with decodes, tails, chunks, ends and adapters as they come."""
     server = FakeServer(with_last_rows(last_rows), Rank(rank, 2), "cpu", max_keys)
-    engine = ENGINES[name](server, ends=True, **({"layout": "pages of two"} if older and name == "vllm" else {}))
+    layout = {"layout": "pages of two"} if older and name == "vllm" else {}
+    engine = ENGINES[name](server, ends=True, scoring=scoring, **layout)
     requests = [engine.add(length) for length, _ in prompts]
     for request, (_, has_adapter) in zip(requests, prompts, strict=True):
         request.adapter = "law" if has_adapter else None

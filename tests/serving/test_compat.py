@@ -220,8 +220,11 @@ class MHATokenToKVPool:
         return torch.zeros((1,) * self.dimensions)
 
 
-class SWAKVPool(MHATokenToKVPool):
-    """One of its other caches."""
+class SWAKVPool:
+    """One with a cache for layers with sliding windows, and one for the others."""
+
+    def __init__(self, full_kv_pool):
+        self.full_kv_pool = full_kv_pool
 
 
 class NativeBackend:
@@ -240,8 +243,8 @@ def in_sglang(monkeypatch):
     """A process of an SGLang whose sources are known unless there is an obstacle, and the names in its registry."""
     names = {"choices": ["fa3"], "factories": {}}
     attention = "sglang.srt.layers.attention"
-    graphs = {"Backend": SimpleNamespace(DISABLED=0), "Phase": SimpleNamespace(PREFILL=0)}
-    graphs["check_cuda_graph_backend"] = lambda phase, backend: False
+    graphs = {"Backend": SimpleNamespace(FULL="full"), "Phase": SimpleNamespace(PREFILL=0)}
+    graphs["check_cuda_graph_backend"] = lambda phase, backend: backend == "full"
     modules = {
         "sglang": {"__version__": "0.9", "__file__": "sglang/__init__.py"},
         f"{attention}.torch_native_backend": {"TorchNativeAttnBackend": NativeBackend},
@@ -254,7 +257,7 @@ def in_sglang(monkeypatch):
         "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": None, "MHATokenToKVPool": MHATokenToKVPool},
         "sglang.srt.model_executor.cuda_graph_config": graphs,
         "sglang.srt.model_executor.forward_batch_info": {"ForwardBatch": None},
-        "sglang.srt.runtime_context": {"get_parallel": None, "get_schedule": None},
+        "sglang.srt.runtime_context": {"get_flags": None, "get_parallel": None, "get_schedule": None},
     }
     put_modules(monkeypatch, modules)
 
@@ -279,13 +282,13 @@ def test_sglangs_plugin_names_a_backend_which_is_the_stock_one_in_an_unknown_sgl
 @pytest.mark.parametrize(
     ("capability", "said"),
     [
-        ((8, 0), "add --disable-prefill-cuda-graph, or serve with another"),
-        ((9, 0), "add --disable-prefill-cuda-graph, or serve with another"),
+        ((8, 0), "use --cuda-graph-backend-prefill breakable, or serve with another"),
+        ((9, 0), "use --cuda-graph-backend-prefill breakable, or serve with another"),
         ((7, 5), r"FlashAttention 3, which has no kernels for compute capability 7\.5 \(8 and 9 only\)"),
         ((10, 0), r"FlashAttention 3, which has no kernels for compute capability 10\.0 \(8 and 9 only\)"),
     ],
 )
-def test_sglangs_gpu_must_have_flash_attention_3_and_no_graphs_of_prompts(
+def test_sglangs_gpu_must_have_flash_attention_3_and_no_full_graphs_of_prompts(
     capability, said, in_sglang, monkeypatch, caplog
 ):
     in_sglang()
@@ -302,7 +305,8 @@ def test_sglangs_gpu_must_have_flash_attention_3_and_no_graphs_of_prompts(
     [
         (MHATokenToKVPool(), False, None),
         (MHATokenToKVPool(4), False, "the KV cache is a MHATokenToKVPool, not one of plain rows"),
-        (SWAKVPool(), False, "the KV cache is a SWAKVPool, not one of plain rows"),
+        (SWAKVPool(MHATokenToKVPool()), False, None),
+        (SWAKVPool(NativeBackend(None)), False, "the KV cache is a NativeBackend, not one of plain rows"),
         (MHATokenToKVPool(), True, "the KV cache shares its memory with other caches (unified memory)"),
     ],
 )

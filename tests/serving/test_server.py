@@ -10,6 +10,7 @@ import torch
 
 from s2o_runtime.attention.compute import AttentionStats
 from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.call import PLAIN
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
@@ -94,7 +95,7 @@ def test_one_line_says_what_will_run_where_or_that_nothing_will(info_log):
     started()
     (line,) = (record.message for record in info_log.records if " in vLLM " in record.message)
     assert "in vLLM 0.32.0: profile" in line
-    assert "6 of 6 layers sparse from 1024 to 3072 keys and from 2 new tokens on" in line
+    assert "6 of 6 layers sparse from 1024 to 3072 keys and from 2 new tokens on in chunks of 512" in line
     assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
     server = started(kv_cache_dtype="fp8")
     assert server.obstacle == "the KV cache is fp8, which the profile was not made for"
@@ -102,6 +103,25 @@ def test_one_line_says_what_will_run_where_or_that_nothing_will(info_log):
     excepted = SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
     assert vllm._get_cache_dtype(excepted) == "auto"  # each layer is asked
     assert vllm._get_cache_dtype(SimpleNamespace(cache_dtype="fp8")) == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("flops", "max_keys", "ranks", "level", "said"),
+    [
+        # 8 heads of 128 take 512 tokens with 1400 keys 2.4e9 operations
+        (2.4e9, 4096, 1, "INFO", "sparse from 1536 to 3072 keys and from 2 new tokens on in chunks of 512; rank"),
+        (2.4e9, 4096, 2, "INFO", "sparse from 2560 to 3072 keys and from 2 new tokens on in chunks of 512; rank"),
+        (1e10, 4096, 1, "WARNING", f"chunks of 512 never up to 3072 keys ({DenseReason.HOST}): use chunks of 1024"),
+        (1e12, 4096, 1, "WARNING", f"chunks of 512 never up to 3072 keys ({DenseReason.HOST}); rank"),
+        (0.0, 700, 1, "WARNING", "never up to 700 keys (shorter than the shortest calibrated length, 1024); rank"),
+    ],
+)  # fmt: skip
+def test_the_start_says_from_which_keys_on_chunks_are_sparse(flops, max_keys, ranks, level, said, info_log):
+    server = started(rank=Rank(0, ranks), max_keys=max_keys)
+    server.fit.host_flops = flops
+    server.log_start()
+    assert said in info_log.messages[-1]
+    assert info_log.records[-1].levelname == level
 
 
 def compressed(**activations):
@@ -178,7 +198,12 @@ def compiled(monkeypatch, rows, configs=()):
     calls = []
 
     def small(q, k, v, config, **call):
-        assert call.pop("backend") == "triton"
+        assert (call.pop("backend"), call.pop("sinks"), call.pop("softcap"), call.pop("scale")) == (
+            "triton",
+            None,
+            None,
+            None,
+        )
         if not configs:
             s2o_attention_paged(q, k, v, config, **call, backend="dense")
         calls.append((config, len(q), call["max_k"]))
@@ -187,7 +212,9 @@ def compiled(monkeypatch, rows, configs=()):
     server = started()
     for number, layer in enumerate(server.fit.layers if configs else ()):
         monkeypatch.setattr(layer, "config", lambda keys, config=configs[number % 2]: config)
-    server.compile_kernels(torch.zeros(rows, 4, 64))
+    again = server.compile_kernels(torch.zeros(rows, 4, 64), PLAIN)
+    again[0]()
+    assert calls.pop() in calls
     return server, calls
 
 
@@ -245,6 +272,7 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         speculative_config=None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         additional_config=given,
     )
     ranks = {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_world_size": lambda: 1}

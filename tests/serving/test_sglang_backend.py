@@ -1,5 +1,6 @@
 """S2O's backend between a fake of SGLang's classes and a dense backend: what is SGLang's alone."""
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -58,14 +59,12 @@ def test_keys_that_are_in_the_cache_already_are_not_written_again():
     ("options", "call", "reason"),
     [
         ({"obstacle": "the KV cache is a SWAKVPool, not one of plain rows"}, {}, "the KV cache is a SWAKVPool"),
-        ({"split": True}, {}, "the context is shared by several ranks"),
+        ({"reason": "the context is shared by several ranks"}, {}, "the context is shared by several ranks"),
         ({}, {"mode": Mode.TARGET_VERIFY}, "the batch is of mode TARGET_VERIFY"),
         ({}, {"mha_return_lse": False}, "log-sum-exps are asked for"),
         ({}, {"_attn_output": torch.zeros(1)}, "the batch is of a CUDA graph"),
-        ({}, {"named": {"sinks": torch.zeros(HEADS)}}, "the layer is called with sinks"),
         ({}, {"named": {"sinks": None, "return_lse": True}}, "the layer is called with return_lse"),
         ({}, {"layer": {"sliding_window_size": 127}}, "the layer sees a sliding window of 127 keys"),
-        ({}, {"layer": {"logit_cap": 30.0}}, "the scores are soft-capped at 30"),
         ({}, {"layer": {"is_cross_attention": True}}, "the layer's attention is of type cross"),
         ({}, {"layer": {"attn_type": ENCODER}}, "the layer's attention is of type encoder"),
         ({}, {"layer": {"use_irope": True}}, "the layer sees chunks of the context"),
@@ -141,6 +140,10 @@ def test_rows_of_another_batch_or_of_images_are_the_stock_backends():
     fake.backend.forward_extend(*rows, other)
     reasons = "the call's rows are not those of the announced batch", "rows of an image see one another"
     assert fake.counted() == dict.fromkeys([("dense", reason) for reason in reasons], 300)
+    fake.backend.forward_metadata.image_token_ranges = None
+    out = fake.backend.forward_extend(*rows, copy.copy(other))  # as a breakable CUDA graph calls
+    request.done = 300
+    check_close(out.view(300, HEADS, -1), alone(request, 300, fake.server.fit.layers[0].config(300)).out)
     batch.extend_seq_lens_cpu = None
     fake.backend.init_forward_metadata(batch)
     assert fake.backend.s2o_batch == "the lengths of the batch are not known on the host"

@@ -153,11 +153,8 @@ def test_the_profiling_run_reserves_what_calls_will_need():
 @pytest.mark.parametrize(
     ("more", "named", "reason"),
     [
-        ((None, None, "auto", 0.0), {}, None),
+        ((None, None, "auto", 50.0), {"sinks": torch.zeros(HEADS)}, None),
         ((None, 1024), {}, "the layer sees a sliding window of 1024 keys"),
-        ((None, None, "auto", 50.0), {}, "the scores are soft-capped at 50"),
-        ((), {"sinks": torch.zeros(HEADS)}, "the layer has attention sinks"),
-        ((None, None, "auto", 0.0, "decoder", None, torch.zeros(HEADS)), {}, "the layer has attention sinks"),
         (([1.0],), {}, "the layer has ALiBi slopes"),
         ((), {"attn_type": "encoder_only"}, "the layer's attention is of type encoder_only"),
     ],

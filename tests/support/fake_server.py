@@ -24,7 +24,7 @@ class FakeServer:
             layer.tested = tested
         self.reserved = 0
 
-    def reserve(self, query: Tensor) -> None:
+    def reserve(self, query: Tensor, scoring: Any) -> None:
         self.reserved += 1
 
 
@@ -38,6 +38,7 @@ def context(model_config: Any, **changes: Any) -> ServerContext:
         "rank": Rank(),
         "device": torch.device("cpu"),
         "max_keys": 4096,
+        "chunk": 512,
     }
     return ServerContext(**{**known, **changes})
 
@@ -46,7 +47,8 @@ def context(model_config: Any, **changes: Any) -> ServerContext:
 class Request:
     """A prompt, and how much of it the cache holds. pages: of the cache; slots of one token in SGLang's.
 
-    adapter: the name of its LoRA adapter; logprobs: whether the log-probabilities of its tokens are asked for.
+    adapter: the name of its LoRA adapter; logprobs: whether the log-probabilities of its tokens are asked for;
+    scoring: the layers' soft cap and sinks.
     """
 
     keys: Tensor
@@ -57,6 +59,7 @@ class Request:
     fed: int = 0  # at last
     adapter: str | None = None
     logprobs: bool = False
+    scoring: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -84,6 +87,7 @@ class Requests:
     device: str = "cpu"
     kv_cache_dtype: str | None = None
     ends: bool = False  # whether prompts end with their tokens
+    scoring: dict[str, Any] = field(default_factory=dict)  # the layers' soft cap and sinks
     requests: list[Request] = field(default_factory=list)
 
     page_size: ClassVar[int]
@@ -108,7 +112,7 @@ class Requests:
     def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
         """A new prompt of these queries [L, Hq, D], keys and values [L, Hkv, D], with its pages."""
         pages = [self.free.pop() for _ in range(-(-len(keys) // self.page_size))]
-        self.requests.append(Request(keys, values, queries, pages))
+        self.requests.append(Request(keys, values, queries, pages, scoring=self.scoring))
         return self.requests[-1]
 
     def lay_out(self, parts: list[tuple[Request, int]]) -> Layout:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from s2o_runtime.call import Scoring
 from s2o_runtime.sglang.backend import LENGTHS, SglangApi, mix_in
 from support.fake_server import Request, Requests, take
 from support.vllm_plain import attend_densely, write_rows
@@ -130,7 +131,7 @@ class Stock:
             metadata.cache_seqlens,
             metadata.page_table,
             *metadata.longest,
-            layer.scaling,
+            Scoring(layer.scaling, layer.logit_cap or None, named.get("sinks")),
         ).reshape(len(q), -1)
 
     def forward_decode(self, *arguments: Any) -> str:
@@ -146,7 +147,7 @@ class FakeEngine(Requests):
     slots: int = 4096
     width: int = 2064
     obstacle: str | None = None
-    split: bool = False
+    reason: str | None = None
     writes: int = 0
     page_size: int = 1
 
@@ -160,7 +161,7 @@ class FakeEngine(Requests):
             self.pool.write(batch, keys, values)
 
         kv_cache_dtype = self.kv_cache_dtype or "bfloat16"
-        api = SglangApi(self.server, self.obstacle, kv_cache_dtype, lambda batch: self.split, written)
+        api = SglangApi(self.server, self.obstacle, kv_cache_dtype, lambda batch: self.reason, written)
         self.backend: Any = mix_in(Stock, api)(runner)
         self.free = torch.randperm(self.slots).tolist()
         self.rows: dict[int, int] = {}  # of the table, by the request's id
@@ -193,7 +194,7 @@ class FakeEngine(Requests):
             "qk_head_dim": head_dim,
             "v_head_dim": head_dim,
             "scaling": head_dim**-0.5,
-            "logit_cap": 0.0,
+            "logit_cap": self.scoring.get("softcap", 0.0),
             "sliding_window_size": -1,
             "is_cross_attention": False,
             "attn_type": SimpleNamespace(value="decoder"),
@@ -239,7 +240,7 @@ class FakeEngine(Requests):
 
         call: fields of the batch, attributes of the layer in `layer`, and keywords of the call in `named`.
         """
-        layer, named = self.layer(**call.pop("layer", {})), call.pop("named", {})
+        layer, named = self.layer(**call.pop("layer", {})), {"sinks": self.scoring.get("sinks")} | call.pop("named", {})
         batch = self.batch(parts, mode)
         vars(batch).update(call)
         query, key, value = take(parts)

@@ -103,7 +103,9 @@ class FakeEngine(Requests):
         backend = fake_backend(self.server, self.left, find_reason=self.find_reason)
         self.builder = backend.get_builder_cls()()
         kv_cache_dtype = self.kv_cache_dtype or "auto"
-        self.impl = backend.get_impl_cls()(heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=kv_cache_dtype)
+        cap, sinks = self.scoring.get("softcap"), self.scoring.get("sinks")
+        layer = heads, head_dim, head_dim**-0.5, kv_heads, None, None, kv_cache_dtype, cap
+        self.impl = backend.get_impl_cls()(*layer, sinks=sinks)
         by_two = (self.pages, 2, self.page_size, kv_heads, head_dim)
         shape = by_two if self.layout == "pages of two" else (self.pages, kv_heads, self.page_size, 2 * head_dim)
         fp8 = kv_cache_dtype == "fp8"

@@ -73,15 +73,13 @@ def served_tiles() -> list[TileConfig]:
 
 def alone(request: Request, count: int, config: LayerConfig, backend: Backend = "auto") -> Attention:
     """The op on the last `count` of the tokens fed so far; its output is [T, Hq, D]."""
-    attention = s2o_attention(
-        *_tensors(request, count), config, scale=request.queries.shape[2] ** -0.5, backend=backend, return_stats=True
-    )
+    attention = s2o_attention(*_tensors(request, count), config, **request.scoring, backend=backend, return_stats=True)
     return attention._replace(out=attention.out[0].transpose(0, 1))
 
 
 def dense(request: Request, count: int) -> Tensor:
     """Dense attention of the last `count` of the tokens fed so far: [T, Hq, D]."""
-    return exact_attention(*_tensors(request, count))[0].transpose(0, 1)
+    return exact_attention(*_tensors(request, count), **request.scoring)[0].transpose(0, 1)
 
 
 def joint_density(parts: list[tuple[Request, int]], config: LayerConfig, backend: Backend = "auto") -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention_varlen
+from s2o_runtime.attention.compute import window_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.sequences import PagedKeys, make_packed_starts
 from s2o_runtime.vllm.backend import get_pages
@@ -44,11 +46,14 @@ class PlainImpl:
     supports_quant_query_input = False
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, *more: Any, **named: Any
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: Any = None,
+        sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
+        *more: Any, sinks: Tensor | None = None, **named: Any,
+    ) -> None:  # fmt: skip
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = named.get("kv_cache_dtype", more[2] if len(more) > 2 else "auto")
+        self.kv_cache_dtype, self.window = kv_cache_dtype, sliding_window
+        self.scoring = Scoring(self.scale, logits_soft_cap or None, sinks)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -74,7 +79,8 @@ class PlainImpl:
             batch.block_table_tensor,
             batch.max_query_len,
             batch.max_seq_len,
-            self.scale,
+            self.scoring,
+            self.window,
         )
         output[:rows].view(-1, self.num_heads, self.head_size).copy_(out)
         return output
@@ -97,10 +103,16 @@ def attend_densely(
     table: Tensor,
     max_q: int,
     max_k: int,
-    scale: float,
+    scoring: Scoring,
+    window: int | None = None,
 ) -> Tensor:
     """Dense attention of packed rows over pages of any size, as stock backends take them: [T, Hq, D]."""
     cu_k = make_packed_starts(seq_lens.int())
     k, v = PagedKeys(k_pages, v_pages, table, cu_k, max_k, int(seq_lens.sum())).gathered(query.dtype)
+    if window is not None:
+        edges, of_keys = (starts[1:-1].long().cpu() for starts in (cu_q, cu_k))
+        requests = zip(*map(torch.tensor_split, (query, k, v), (edges, of_keys, of_keys)), strict=True)
+        parts = ([rows.transpose(0, 1)[None] for rows in request] for request in requests if len(request[0]))
+        return torch.cat([window_attention(*part, window, scoring)[0].transpose(0, 1) for part in parts])
     dense = LayerConfig.uniform(query.shape[1], mode="dense")
-    return s2o_attention_varlen(query, k, v, cu_q, cu_k, max_q, max_k, dense, scale=scale, backend="dense")
+    return s2o_attention_varlen(query, k, v, cu_q, cu_k, max_q, max_k, dense, **scoring.arguments(), backend="dense")
