@@ -87,14 +87,6 @@ def flash_prefill(q, k, s, scale):
     return selected
 
 
-def skip_softmax(q, k, s, scale):
-    selected = {}
-    for b, h, i, _ in every_block(q, k, s.block):
-        full, touched = key_blocks(k, 64, *positions(q, k, s.block, i))
-        selected[b, h, i] = full + touched, None
-    return selected
-
-
 def pbs(q, k, s, scale):
     q_len, kv_len = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
@@ -196,12 +188,8 @@ def flash_prefill_v2_attention(q, k, v, selected, s, scale):
     return out, pairs.repeat_interleave(packed).tolist()
 
 
-def attention(q, k, v, selected, block_m, block_n, scale, rows=None, skip=None):
-    """(output, pairs of each head) over a selection, float64, one row at a time; rows: the order of queries.
-
-    skip: (limit, rows, keys, whether the denominator loses them too) of the tiles that are left out where every score
-    is below the maximum of its row so far by the limit. Those of blocks that all rows see count as half a pair each.
-    """
+def attention(q, k, v, selected, block_m, block_n, scale, rows=None):
+    """(output, pairs of each head) over a selection, float64, one row at a time; rows: the order of queries."""
     out, pairs = torch.zeros_like(q), [0] * q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
     for (b, h, i), (blocks, order) in selected.items():
@@ -213,23 +201,5 @@ def attention(q, k, v, selected, block_m, block_n, scale, rows=None, skip=None):
         scores = (q[b, h, members] @ k[b, u, keys].T) * scale
         scores[torch.tensor(keys)[None, :] > kv_len - q_len + torch.tensor(members)[:, None]] = -math.inf
         pairs[h] += int((scores > -math.inf).sum())
-        weights = (scores - scores.amax(1, keepdim=True)).exp()
-        counted = weights.clone()
-        if skip is not None:
-            limit, skip_rows, skip_keys, sum_too = skip
-            whole = (kv_len - q_len + i * block_m + 1) // block_n * block_n  # keys of blocks that all rows see
-            for begin in range(0, len(members), skip_rows):
-                group = scores[begin : begin + skip_rows]
-                best = torch.full((len(group),), -math.inf, dtype=q.dtype)
-                for tile in sorted({key // skip_keys for key in keys}):
-                    at = [c for c, key in enumerate(keys) if key // skip_keys == tile]
-                    local = group[:, at].amax(1)
-                    best = torch.maximum(best, local)
-                    if not bool((local - best >= limit).any()):
-                        weights[begin : begin + skip_rows, at] = 0.0
-                        pairs[h] -= len(group) * len([c for c in at if keys[c] < whole]) / 2
-        if skip is None or sum_too:
-            counted = weights
-        weights = weights / counted.sum(1, keepdim=True)
-        out[b, h, members] = weights @ v[b, u, keys]
+        out[b, h, members] = scores.softmax(1) @ v[b, u, keys]
     return out, pairs

@@ -47,7 +47,8 @@ def select(q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float) -> Sel
 
     def wanted(part: slice) -> Tensor:
         mass = mass_of(part)
-        return (mass >= mass.amax(-1, keepdim=True) + settings.log_share).logical_or_(always)
+        least = mass.amax(-1, keepdim=True) + settings.log_share
+        return (mass >= least).logical_or_(always)
 
     return select_blocks(q, grid, wanted, mean_keys)
 
@@ -100,7 +101,8 @@ def head_mass(q: Tensor, k_mean: Tensor, grid: Grid, scale: float) -> Tensor:
         queries = q[:, begin * grid.block_m : end * grid.block_m]
         queries = torch.nn.functional.pad(queries, (0, 0, 0, len(rows) - queries.shape[1]))
         scores = (queries @ k_mean.transpose(1, 2)).to(mass.dtype).mul_(scale)
-        hidden = (last_key > rows[:, None] // grid.packed + grid.offset) | (rows[:, None] >= q_rows)
+        position = rows // grid.packed + grid.offset
+        hidden = (last_key > position[:, None]) | (rows[:, None] >= q_rows)
         scores.masked_fill_(hidden, float("-inf"))
         mass[:, begin:end] = split(scores, 1, grid.block_m).logsumexp(2)
     return mass

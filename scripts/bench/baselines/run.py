@@ -13,19 +13,11 @@ from s2o_runtime.devices import find_tensor_obstacle, get_capability, is_interpr
 from s2o_runtime.errors import InputError
 from s2o_runtime.sequences import call_shape, lay_out, needs_gradients
 from s2o_runtime.tiles import MIN_CAPABILITY, get_family
-from scripts.bench.baselines import flash_prefill, pbs, skip_softmax, sparge, xattention
+from scripts.bench.baselines import flash_prefill, pbs, sparge, xattention
 from scripts.bench.baselines.pooling import block_means
 from scripts.bench.baselines.reference import attend_reference
 from scripts.bench.baselines.selection import Grid, Selection
-from scripts.bench.baselines.settings import (
-    PBS,
-    Antidiagonal,
-    Baseline,
-    FlashPrefill,
-    FlashPrefillV2,
-    SkipSoftmax,
-    Sparge,
-)
+from scripts.bench.baselines.settings import PBS, Antidiagonal, Baseline, FlashPrefill, FlashPrefillV2, Sparge
 from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS
 
 Backend = Literal["auto", "triton", "reference"]
@@ -36,7 +28,6 @@ SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the 
     PBS: pbs.select,
     Sparge: sparge.select,
     Antidiagonal: xattention.select,
-    SkipSoftmax: skip_softmax.select,
 }
 
 
@@ -48,22 +39,18 @@ class BaselineStats(NamedTuple):
         reason: why this backend was chosen.
         grid: where the blocks lie.
         counts: int32 [B, Hq / packed, row blocks], the key blocks that each row block computed.
-        left_out: float64 [Hq], pairs whose score was computed and whose product with v a skip left out; None without
-            a skip.
     """
 
     backend: str
     reason: str
     grid: Grid
     counts: Tensor
-    left_out: Tensor | None
 
     @property
     def density(self) -> Tensor:
         """Query-key pairs computed over causal pairs, float64 [Hq]; 1.0 is dense. Of the diagonal causal pairs count.
 
-        A pair of which only the score was computed counts as half: it is one of two products. What means stand for
-        does not count. Heads that share row blocks have the mean of theirs.
+        What means stand for does not count. Heads that share row blocks have the mean of theirs.
         """
         grid, device = self.grid, self.counts.device
         full = grid.full(device)
@@ -71,8 +58,7 @@ class BaselineStats(NamedTuple):
         unlisted = full * grid.block_n - chosen  # of the keys that all rows of a block see
         causal = len(self.counts) * (grid.kv_len * (grid.kv_len + 1) - grid.offset * (grid.offset + 1)) / 2
         left_out = (unlisted * grid.rows_of(device)).double().sum((0, 2)) / grid.packed
-        computed = causal - left_out.repeat_interleave(grid.packed)
-        return (computed if self.left_out is None else computed - self.left_out / 2) / causal
+        return (causal - left_out.repeat_interleave(grid.packed)) / causal
 
 
 def baseline_attention(
@@ -103,11 +89,8 @@ def baseline_attention(
     """
     used_backend, reason = choose_backend(q, k, v, backend)
     selection = select(q, k, settings, scale=scale)
-    left_out = None
-    if selection.skip is not None:
-        left_out = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
-    out = attend(q, k, v, selection, scale=scale, left_out=left_out, backend=used_backend)
-    return out, BaselineStats(used_backend, reason, selection.grid, selection.counts, left_out)
+    out = attend(q, k, v, selection, scale=scale, backend=used_backend)
+    return out, BaselineStats(used_backend, reason, selection.grid, selection.counts)
 
 
 def select(q: Tensor, k: Tensor, settings: Baseline, *, scale: float | None = None) -> Selection:
@@ -136,7 +119,6 @@ def attend(
     selection: Selection,
     *,
     scale: float | None = None,
-    left_out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attention of a layer over the keys selected for it.
@@ -144,8 +126,6 @@ def attend(
     Args:
         q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; as for `select`.
         scale: multiplies the scores; positive, D ** -0.5 by default.
-        left_out: float64 [Hq] to write into, for each head the pairs of blocks seen by whole row blocks that the
-            selection's skip left out of the product with v; 0 without a skip.
         backend: as for `baseline_attention`.
 
     Returns:
@@ -165,7 +145,7 @@ def attend(
         )
     out = torch.empty_like(q)
     if choose_backend(q, k, v, backend)[0] == "reference":
-        attend_reference(q, k, v, selection, scale=scale, out=out, left_out=left_out)
+        attend_reference(q, k, v, selection, scale=scale, out=out)
         return out
     from scripts.bench.baselines.kernels.block_sparse import block_sparse_attention
 
@@ -181,7 +161,7 @@ def attend(
             mean_values = block_means(v, selection.grid.block_n).to(v.dtype)
             mean_keys, mean_values = (lay_out(x, head_dim).contiguous() for x in (selection.mean_keys, mean_values))
             means = mean_keys, mean_values
-        block_sparse_attention(queries, keys, values, means, selection, scale, target, left_out)
+        block_sparse_attention(queries, keys, values, means, selection, scale, target)
     return out if fits else target[..., : shape.head_dim]
 
 

@@ -8,28 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 24  # pairs of blocks whose scores are held at a time
-
-
-class Skip(NamedTuple):
-    """Leaving tiles out while they are visited, because all of their scores are far below the rows' maxima.
-
-    Attributes:
-        limit: not above 0; a tile is left out where every score is further than this below the maximum of its row so
-            far, the tile included. Minus infinity leaves nothing out.
-        rows, keys: of a tile, the same on every GPU.
-        sum_too: leave its weights out of the denominator too, not only the product with v.
-    """
-
-    limit: float
-    rows: int
-    keys: int
-    sum_too: bool
 
 
 @dataclass(frozen=True)
@@ -108,7 +91,6 @@ class Selection:
         key_order: int32 [B, Hkv, Lk], the keys in permuted order; None where they are not permuted.
         keys: [B, Hkv, Lk, D], k in that order.
         row_order: int32 [B, Hq, Lq], the queries in permuted order; None where they are not permuted.
-        skip: which tiles of what is listed are left out while they are visited; None for none.
         pruned: bool [B, H, row blocks, key blocks], True for blocks that all rows see and that are not computed; the
             mean of such a block stands for each of its keys. None where nothing does.
         mean_keys: [B, Hkv, key blocks, D] in the type of k, for `pruned`.
@@ -120,7 +102,6 @@ class Selection:
     key_order: Tensor | None = None
     keys: Tensor | None = None
     row_order: Tensor | None = None
-    skip: Skip | None = None
     pruned: Tensor | None = None
     mean_keys: Tensor | None = None
 

@@ -19,8 +19,7 @@ class KernelTile(NamedTuple):
     stages: int
 
 
-# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks. A skip
-# decides about tiles of 128 x 64 or 64 x 64, so every row has both.
+# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks.
 _OF_64 = (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3))  # the fastest for head dim 64 on every GPU
 _BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
     80: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3))},
@@ -42,30 +41,16 @@ _ANTIDIAGONAL = {
 
 def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block_n: int) -> KernelTile:
     """Return the first tile of the block-sparse kernel that divides such a block. Raises InputError without one."""
-    for tile in _block_sparse_tiles(head_dim, capability):
-        if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
-            return tile
-    raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
-
-
-def skip_tile(head_dim: int, capability: Capability, rows: int, keys: int) -> KernelTile:
-    """Return the tile that a skip decides about as a whole, of exactly such a size. Raises InputError without one."""
-    for tile in _block_sparse_tiles(head_dim, capability):
-        if (tile.block_m, tile.block_n) == (rows, keys):
-            return tile
-    raise InputError(
-        f"{format_capability(capability)} has no tile of {rows} x {keys} for a skip: use 128 x 64 or 64 x 64"
-    )
-
-
-def _block_sparse_tiles(head_dim: int, capability: Capability) -> tuple[KernelTile, ...]:
-    number = get_family(capability)
-    if number is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
+    family = get_family(capability)
+    if family is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
         raise InputError(
             f"head_dim {head_dim} on {format_capability(capability)} has no block-sparse tile: "
             "run it with the reference"
         )
-    return _BLOCK_SPARSE[number][head_dim]
+    for tile in _BLOCK_SPARSE[family][head_dim]:
+        if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
+            return tile
+    raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
 
 
 def antidiagonal_tile(capability: Capability) -> KernelTile:

@@ -71,7 +71,8 @@ def block_weights(q: Tensor, k: Tensor, grid: Grid, stride: int, scale: float) -
     for begin in range(0, grid.rows, step):
         end = min(begin + step, grid.rows)
         group = torch.arange(begin * per_row, end * per_row, device=q.device)[:, None]
-        seen = min(grid.columns, (grid.offset + end * grid.block_m - 1) // grid.block_n + 1)
+        last_position = grid.offset + end * grid.block_m - 1
+        seen = min(grid.columns, last_position // grid.block_n + 1)
         key = torch.arange(seen * per_column, device=q.device) * stride
         scores = rows[:, begin * per_row : end * per_row] @ keys[:, : seen * per_column].transpose(1, 2)
         scores = scores.to(weights.dtype).mul_(scale / stride)
