@@ -50,7 +50,7 @@ POINTERS_OF = {  # by type
     ),
     "i32": (
         "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
-        "ROW_ORDER HEADS BLOCK_TABLE"
+        "HEADS BLOCK_TABLE"
     ),
     "i64": "KV_START",
     "i8": "PRUNED",
@@ -71,7 +71,7 @@ KEPT_BYTES_WIDE = 304
 KEPT_BYTES_SPLITS = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in 3.7, none in 3.6
 # of the block-sparse kernel: it stores its rows at the end where permuted or packed queries stand; 8 is of sm_90 in
 # Triton 3.9, 48 of sm_120 in 3.7
-KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8, "packed-means": 48}
+KEPT_BYTES_MOVED = {"keys-moved": 8, "packed-means": 48}
 # The switches of a kernel that are on, all others are off.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {},
@@ -110,7 +110,6 @@ BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
     "blocks": {},
     "packed-means": {"PACKED": 6, "HAS_MEANS": True},
     "keys-moved": {"KEYS_MOVED": True},
-    "all-moved": {"KEYS_MOVED": True, "ROWS_MOVED": True},
 }
 # And for XAttention's scores: what is usual, the most columns of a block, and the fewest.
 ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {

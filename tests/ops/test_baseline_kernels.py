@@ -38,7 +38,7 @@ SHAPES = [
     )
 ]
 SETTINGS = [
-    PBS(0.6, 128, 64, permute_queries=True),
+    PBS(0.6, 128, 64),
     FlashPrefillV2(0.6, 64, first=0, window=1, last=1),
     Sparge(0.5, 0.3),
     Antidiagonal(0.6),
@@ -239,7 +239,7 @@ def test_block_weights_of_a_million_tokens():
     q, k = (
         torch.randn(1, long, 17, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)
     )  # fmt: skip
-    grid, last = Grid.plain(q, k, 128, 128), Grid(256, long, 128, 128, 128, 128)  # the last queries see all keys
+    grid, last = Grid.plain(q, k, 128, 128), Grid(256, long, 128, 128, 128)  # the last queries see all keys
     k_mean = block_means(k, 128).bfloat16()
     mass = log_mass(q, k_mean, slice(16, 17), grid, 128**-0.5)
     expected = head_mass(q[:, 16, -256:].double(), k_mean[:, 16].double(), last, 128**-0.5)

@@ -33,7 +33,7 @@ CASES = [  # every setting once, and every method with most shapes
     (FlashPrefillV2(0.5, 64, window=1, last=0, correct=False), BATCH),
     (PBS(0.7, 128, 64), MANY),
     (PBS(0.7, 64, 64, first=0), SUFFIX),
-    (PBS(0.7, 128, 64, permute_queries=True), BATCH),
+    (PBS(0.7, 128, 64), BATCH),
     (Sparge(0.5, 0.38, block=64), ALL),
     (Sparge(0.4, 0.3), SUFFIX),
     (Sparge(0.7, 0.38), SUFFIX),
@@ -84,15 +84,12 @@ def test_selection_and_attention_are_the_papers(settings, shape):
     chosen = select(q, k, settings, scale=0.3)
     grid = chosen.grid
     expected = LOOPS[settings.name](q, k, settings, 0.3)
-    expected, rows = expected if isinstance(expected, tuple) else (expected, None)
     assert listed(chosen) == expected
-    if rows:
-        assert {(b, h): chosen.row_order[b, h].tolist() for b, h in rows} == rows
     out, stats = baseline_attention(q, k, v, settings, scale=0.3)
     if isinstance(settings, FlashPrefillV2):
         truth, pairs = references.flash_prefill_v2_attention(q, k, v, expected, settings, 0.3)
     else:
-        truth, pairs = references.attention(q, k, v, expected, grid.block_m, grid.block_n, 0.3, rows)
+        truth, pairs = references.attention(q, k, v, expected, grid.block_m, grid.block_n, 0.3)
     torch.testing.assert_close(out, truth, rtol=1e-9, atol=1e-9)
     batch, _, _, q_len, kv_len = shape
     causal = batch * sum(kv_len - q_len + i + 1 for i in range(q_len))
@@ -104,7 +101,7 @@ def test_selection_and_attention_are_the_papers(settings, shape):
     [
         FlashPrefill(0.0, 64, first=0, window=0, last=0),
         FlashPrefillV2(0.0, 64, first=0, window=0, last=0),
-        PBS(1.0, 128, 64, permute_queries=True),
+        PBS(1.0, 128, 64),
         Sparge(1.0),
         Antidiagonal(1.0),
     ],
@@ -122,7 +119,7 @@ def test_everything_kept_is_dense(shape, settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        PBS(0.7, 128, 64, permute_queries=True),
+        PBS(0.7, 128, 64),
         FlashPrefill(0.5, 64),
         FlashPrefillV2(0.5, 64, last=1),
         Sparge(0.6, 0.38),
@@ -137,7 +134,6 @@ def test_small_chunks_change_nothing(settings, monkeypatch):
         monkeypatch.setattr(f"scripts.bench.baselines.{module}.CHUNK", 1)
     sliced = select(q, k, settings)
     assert listed(sliced) == listed(whole)
-    assert whole.row_order is None or torch.equal(sliced.row_order, whole.row_order)
     assert whole.pruned is None or torch.equal(sliced.pruned, whole.pruned)
 
 

@@ -39,7 +39,8 @@ def attend_reference(
         for b in range(q.shape[0]):
             keys, values = k[b, kv_head].to(dtype), v[b, kv_head].to(dtype)
             for i in range(grid.rows):
-                rows = _rows(selection, b, head, i, device)
+                end = min((i + 1) * grid.block_m, grid.q_len * grid.packed)
+                rows = torch.arange(i * grid.block_m, end, device=device)
                 at = b, head * grid.packed + rows % grid.packed, rows // grid.packed
                 visited = _visited_keys(selection, b, head, kv_head, i, device)
                 position = at[2] + grid.offset
@@ -54,15 +55,6 @@ def attend_reference(
                     scores = torch.cat([scores, mean_scores + math.log(grid.block_n)], 1)
                     visited_values = torch.cat([visited_values, mean_values[b, kv_head, pruned].to(dtype)])
                 out[at] = (scores.softmax(-1) @ visited_values).to(out.dtype)
-
-
-def _rows(selection: Selection, b: int, head: int, i: int, device: torch.device) -> Tensor:
-    """The rows of row block i of a head of the grid in sequence b, unpermuted."""
-    begin = i * selection.grid.block_m
-    end = min(begin + selection.grid.block_m, selection.grid.q_len * selection.grid.packed)
-    if selection.row_order is not None:
-        return selection.row_order[b, head, begin:end].long()
-    return torch.arange(begin, end, device=device)
 
 
 def _visited_keys(selection: Selection, b: int, head: int, kv_head: int, i: int, device: torch.device) -> Tensor:

@@ -95,9 +95,8 @@ class PBS(_Settings):
 
     Attributes:
         keep: the share of a row's mass that the chosen blocks hold.
-        segment: keys (and queries) that are permuted among themselves; a multiple of `block`.
+        segment: keys that are permuted among themselves; a multiple of `block`.
         block: queries and keys of a block.
-        permute_queries: cluster queries too, by the key block they are most similar to.
         first: blocks at the beginning that are always computed.
     """
 
@@ -105,7 +104,6 @@ class PBS(_Settings):
     keep: float = validated_field(0.9, SHARE)
     segment: int = validated_field(256, Rule(int, 64, 1 << 16))
     block: int = validated_field(128, BLOCK)
-    permute_queries: bool = validated_field(False, Rule(bool))
     first: int = validated_field(1, COUNT)
 
     def _check(self) -> None:

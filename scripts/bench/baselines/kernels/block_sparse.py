@@ -37,7 +37,6 @@ class BlockLists(NamedTuple):
     blocks: Tensor
     counts: Tensor
     key_order: Tensor | None
-    row_order: Tensor | None
     pruned: Tensor | None
 
 
@@ -71,7 +70,6 @@ class BlockSparseMode(NamedTuple):
     """The options that the baselines' kernel is compiled with; `_block_sparse` says what each changes."""
 
     KEYS_MOVED: bool
-    ROWS_MOVED: bool
     HAS_MEANS: bool
 
 
@@ -81,16 +79,16 @@ CONSTANTS: dict[str, Any] = {"SIZES": BlockSparseSizes, "MODE": BlockSparseMode}
 
 @triton.jit(
     do_not_specialize=[
-        "group", "q_len", "kv_len", "row_unit", "key_unit", "stride_lb", "stride_lh", "stride_lr", "stride_cb",
-        "stride_ch", "stride_pb", "stride_ph", "stride_rb", "stride_rh", "stride_xb", "stride_xh", "stride_xr",
+        "group", "q_len", "kv_len", "key_unit", "stride_lb", "stride_lh", "stride_lr", "stride_cb",
+        "stride_ch", "stride_pb", "stride_ph", "stride_xb", "stride_xh", "stride_xr",
     ]
 )  # fmt: skip
 def _block_sparse(
     Q, K, V, LISTS: BlockLists, MEANS: BlockMeans, OUT,
-    qk_scale, group, q_len, kv_len, row_unit, key_unit,
+    qk_scale, group, q_len, kv_len, key_unit,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_m: Strides,
-    stride_lb, stride_lh, stride_lr, stride_cb, stride_ch, stride_pb, stride_ph, stride_rb, stride_rh,
-    stride_xb, stride_xh, stride_xr,
+    stride_lb, stride_lh, stride_lr, stride_cb, stride_ch, stride_pb, stride_ph, stride_xb, stride_xh,
+    stride_xr,
     SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row tile over its row block's list of key blocks.
@@ -105,14 +103,13 @@ def _block_sparse(
         LISTS.blocks        int32 [B, H, row blocks, width], strides l: key blocks of each row block, boundary last
         LISTS.counts        int32 [B, H, row blocks], strides c: how many of them count
         LISTS.key_order     int32 [B, Hkv, Lk], strides p: the position of each permuted key (KEYS_MOVED)
-        LISTS.row_order     int32 [B, Hq, Lq], strides r: the query of each permuted row (ROWS_MOVED)
         LISTS.pruned        int8 [B, H, row blocks, key blocks], strides x: 1 for whole blocks that are not listed
                             (HAS_MEANS)
         MEANS.mean_keys, .mean_values
                             T [B, Hkv, key blocks, D], strides m: what stands for each key of those (HAS_MEANS)
 
-    qk_scale: the scores' scale times log2(e); group: query heads of a KV head; row_unit,
-    key_unit: rows and keys that are permuted among one another (`selection.Grid`).
+    qk_scale: the scores' scale times log2(e); group: query heads of a KV head; key_unit: keys
+    that are permuted among one another (`selection.Grid`).
     """
     D: tl.constexpr = SIZES.D
     BM: tl.constexpr = SIZES.BM
@@ -137,8 +134,6 @@ def _block_sparse(
     rows = row0 + tl.arange(0, BM)
     real = rows < q_len * PACKED
     query = rows // PACKED
-    if MODE.ROWS_MOVED:
-        query = tl.load(LISTS.row_order + b * stride_rb + h * stride_rh + rows, mask=real, other=0)
     position = offset + query
     q_row = query.to(tl.int64)[:, None]
     q_head = (h * PACKED + rows % PACKED)[:, None] if PACKED > 1 else h
@@ -153,9 +148,8 @@ def _block_sparse(
     acc = tl.zeros([BM, D], tl.float32)
 
     # where the diagonal begins and ends for this row block; `Grid.full` and `Grid.visible`
-    first_row = i * BLOCK_M // row_unit * row_unit
-    first = offset + first_row // PACKED
-    last = tl.minimum(offset + (first_row + row_unit - 1) // PACKED, kv_len - 1)
+    first = offset + i * BLOCK_M // PACKED
+    last = tl.minimum(offset + (i * BLOCK_M + BLOCK_M - 1) // PACKED, kv_len - 1)
     begin = (first + 1) // key_unit * key_unit
     end = tl.minimum((last // key_unit + 1) * key_unit, kv_len)
     boundary = (end - begin + BLOCK_N - 1) // BLOCK_N
@@ -235,15 +229,13 @@ def block_sparse_attention(
         (row_tiles, heads, q.shape[0]),
         {
             "Q": q, "K": k, "V": v, "OUT": out,
-            "LISTS": BlockLists(
-                selection.blocks, selection.counts, selection.key_order, selection.row_order, pruned
-            ),
+            "LISTS": BlockLists(selection.blocks, selection.counts, selection.key_order, pruned),
             "MEANS": BlockMeans(*(means or (None, None))),
             "qk_scale": scale * LOG2E, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len,
-            "row_unit": grid.row_unit, "key_unit": grid.key_unit,
+            "key_unit": grid.key_unit,
             **group_strides(q=q, k=k, v=v, o=out, m=k if means is None else means[0]),
             **list_strides("bhr", l=selection.blocks, x=pruned),
-            **list_strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order),
+            **list_strides("bh", c=selection.counts, p=selection.key_order),
         },
         {
             "SIZES": BlockSparseSizes(
@@ -251,8 +243,7 @@ def block_sparse_attention(
                 STAGES=tile.stages, PACKED=grid.packed, BC=MEANS_AT_ONCE, MEAN_STAGES=MEAN_STAGES,
             ),
             "MODE": BlockSparseMode(
-                KEYS_MOVED=selection.key_order is not None, ROWS_MOVED=selection.row_order is not None,
-                HAS_MEANS=means is not None,
+                KEYS_MOVED=selection.key_order is not None, HAS_MEANS=means is not None
             ),
         },
         num_warps=tile.warps,
