@@ -113,7 +113,6 @@ def test_everything_kept_is_dense(shape, settings):
     out, stats = baseline_attention(q, k, v, settings)
     torch.testing.assert_close(out, naive_attention(q, k, v), rtol=1e-9, atol=1e-9)
     assert stats.density.tolist() == [1.0] * shape[1]
-    assert stats.backend == "reference"
 
 
 @pytest.mark.parametrize(
@@ -130,8 +129,7 @@ def test_everything_kept_is_dense(shape, settings):
 def test_small_chunks_change_nothing(settings, monkeypatch):
     q, k, _ = inputs(2, 4, 2, 300, 300)
     whole = select(q, k, settings)
-    for module in ("selection", "xattention", "flash_prefill"):
-        monkeypatch.setattr(f"scripts.bench.baselines.{module}.CHUNK", 1)
+    monkeypatch.setattr("scripts.bench.baselines.selection.CHUNK", 1)
     sliced = select(q, k, settings)
     assert listed(sliced) == listed(whole)
     assert whole.pruned is None or torch.equal(sliced.pruned, whole.pruned)
@@ -184,8 +182,6 @@ def test_wrong_calls_are_refused():
         baseline_attention(q, k, v[..., :8], PBS())
     with pytest.raises(InputError, match="scale is -1"):
         select(q, k, PBS(), scale=-1)
-    with pytest.raises(InputError, match="backend 'cuda' is not known"):
-        baseline_attention(q, k, v, PBS(), backend="cuda")
     with pytest.raises(InputError, match="select again"):
         attend(q[:, :, 1:], k, v, select(q, k, PBS()))
     with pytest.raises(ConfigError, match="keep of pbs is 2"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,14 +35,10 @@ class BaselineStats(NamedTuple):
     """The statistics of one call.
 
     Attributes:
-        backend: the code that ran: "triton" or "reference".
-        reason: why this backend was chosen.
         grid: where the blocks lie.
         counts: int32 [B, Hq / packed, row blocks], the key blocks that each row block computed.
     """
 
-    backend: str
-    reason: str
     grid: Grid
     counts: Tensor
 
@@ -79,7 +75,7 @@ def baseline_attention(
         The output [B, Hq, Lq, D] in the type of q, and what was done.
 
     Raises:
-        InputError: the tensors do not fit one another, or the backend cannot do the call.
+        InputError: the tensors do not fit one another, or the kernel that is asked for cannot do the call.
         ConfigError: the settings are out of their range.
 
     >>> q, k, v = (torch.randn(1, heads, 512, 64) for heads in (4, 2, 2))
@@ -87,10 +83,9 @@ def baseline_attention(
     >>> stats.density.shape
     torch.Size([4])
     """
-    used_backend, reason = choose_backend(q, k, v, backend)
     selection = select(q, k, settings, scale=scale)
-    out = attend(q, k, v, selection, scale=scale, backend=used_backend)
-    return out, BaselineStats(used_backend, reason, selection.grid, selection.counts)
+    out = attend(q, k, v, selection, scale=scale, backend=backend)
+    return out, BaselineStats(selection.grid, selection.counts)
 
 
 def select(q: Tensor, k: Tensor, settings: Baseline, *, scale: float | None = None) -> Selection:
@@ -132,7 +127,8 @@ def attend(
         The output [B, Hq, Lq, D] in the type of q.
 
     Raises:
-        InputError: the tensors do not fit one another or the selection, or the backend cannot do the call.
+        InputError: the tensors do not fit one another or the selection, or the kernel that is asked for cannot do the
+            call.
     """
     shape = call_shape(q, k, v)
     if shape.value_dim != shape.head_dim:
@@ -143,8 +139,10 @@ def attend(
             f"the selection is for {selection.grid.q_len} queries and {selection.grid.kv_len} keys but there are "
             f"{shape.q_len} and {shape.kv_len}: select again"
         )
-    out = torch.empty_like(q)
-    if choose_backend(q, k, v, backend)[0] == "reference":
+    out, obstacle = torch.empty_like(q), _kernel_obstacle(q, k, v)
+    if backend == "triton" and obstacle:
+        raise InputError(f'{obstacle}: run with backend="reference"')
+    if backend == "reference" or obstacle or (backend == "auto" and q.device.type == "cpu"):
         attend_reference(q, k, v, selection, scale=scale, out=out)
         return out
     from scripts.bench.baselines.kernels.block_sparse import block_sparse_attention
@@ -163,22 +161,6 @@ def attend(
             means = mean_keys, mean_values
         block_sparse_attention(queries, keys, values, means, selection, scale, target)
     return out if fits else target[..., : shape.head_dim]
-
-
-def choose_backend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> tuple[Literal["triton", "reference"], str]:
-    """Return the backend of a call, and why. Raises InputError if it is not known or cannot do the call."""
-    if backend not in get_args(Backend):
-        raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
-    if backend == "reference":
-        return "reference", "asked for"
-    obstacle = _kernel_obstacle(q, k, v)
-    if backend == "triton":
-        if obstacle:
-            raise InputError(f'{obstacle}: run with backend="reference"')
-        return "triton", "asked for"
-    if q.device.type == "cpu":
-        return "reference", "the tensors are on the cpu, the kernel needs a GPU"
-    return ("triton", "the kernel supports this call") if obstacle is None else ("reference", obstacle)
 
 
 def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
+from s2o_runtime.devices import get_capability
 from s2o_runtime.errors import InputError
+from s2o_runtime.sequences import KERNEL_TYPES
 from s2o_runtime.tiles import Capability, format_capability, get_family
 
 BLOCK_SPARSE_HEAD_DIMS = (64, 128)
@@ -29,14 +33,8 @@ _BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
     120: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
 }
 
-# Tiles of XAttention's scores by family: groups of queries and of keys. They serve any head dim.
-_ANTIDIAGONAL = {
-    80: KernelTile(128, 128, 8, 3),
-    89: KernelTile(128, 128, 8, 3),
-    90: KernelTile(128, 256, 8, 4),
-    100: KernelTile(128, 128, 8, 3),
-    120: KernelTile(128, 128, 8, 3),
-}
+# Tiles of XAttention's scores, groups of queries and of keys: on sm_90, and on all others. They serve any head dim.
+_ANTIDIAGONAL_HOPPER, _ANTIDIAGONAL = KernelTile(128, 256, 8, 4), KernelTile(128, 128, 8, 3)
 
 
 def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block_n: int) -> KernelTile:
@@ -53,6 +51,11 @@ def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block
     raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
 
 
+def has_kernels(q: Tensor) -> bool:
+    """Return whether kernels select blocks for these queries; otherwise plain torch does."""
+    return q.is_cuda and q.dtype in KERNEL_TYPES and get_family(get_capability(q.device)) is not None
+
+
 def antidiagonal_tile(capability: Capability) -> KernelTile:
     """Return the tile of XAttention's scores, groups of queries by groups of keys. Raises InputError without one."""
     number = get_family(capability)
@@ -60,4 +63,4 @@ def antidiagonal_tile(capability: Capability) -> KernelTile:
         raise InputError(
             f"{format_capability(capability)} has no tile for antidiagonal scores: select with plain torch"
         )
-    return _ANTIDIAGONAL[number]
+    return _ANTIDIAGONAL_HOPPER if number == 90 else _ANTIDIAGONAL
