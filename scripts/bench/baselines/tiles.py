@@ -23,14 +23,15 @@ class KernelTile(NamedTuple):
     stages: int
 
 
-# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks.
-_OF_64 = (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3))  # the fastest for head dim 64 on every GPU
-_BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
-    80: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3))},
-    89: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
-    90: {64: _OF_64, 128: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2))},
-    100: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2))},
-    120: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
+# Block-sparse tiles, the fastest first: for head dim 64 of every GPU, for 128 by family. The last one divides every
+# selection's blocks.
+_OF_64 = (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3))
+_OF_128: dict[int, tuple[KernelTile, ...]] = {
+    80: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3)),
+    89: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2)),
+    90: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2)),
+    100: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2)),
+    120: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2)),
 }
 
 # Tiles of XAttention's scores, groups of queries and of keys: on sm_90, and on all others. They serve any head dim.
@@ -45,7 +46,7 @@ def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block
             f"head_dim {head_dim} on {format_capability(capability)} has no block-sparse tile: "
             "run it with the reference"
         )
-    for tile in _BLOCK_SPARSE[family][head_dim]:
+    for tile in _OF_64 if head_dim == 64 else _OF_128[family]:
         if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
             return tile
     raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")

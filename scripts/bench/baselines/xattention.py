@@ -69,7 +69,8 @@ def block_weights(q: Tensor, k: Tensor, grid: Grid, stride: int, scale: float) -
     weight = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
     mass = split(weight, 2, per_column).sum(-1)  # [B, groups, key blocks]
     real = group * stride < q_len
-    return split(mass.mul_(real), 1, per_row).sum(2) / real.view(-1, per_row).sum(1)[:, None]
+    count = real.view(-1, per_row).sum(1)[:, None]
+    return split(mass.mul_(real), 1, per_row).sum(2) / count
 
 
 def _grouped(x: Tensor, stride: int, length: int, last_first: bool = False) -> Tensor:
