@@ -33,7 +33,7 @@ from calibrate.curves import trace_pass as kernel_pass
 from calibrate.curves.curves import TAUS
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.tiles import FP8_CAPABILITY, SHARED_MEMORY, list_candidate_tiles, make_trace_tile
-from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, antidiagonal_tile, block_sparse_tile, skip_tile
+from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, antidiagonal_tile, block_sparse_tile
 
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
@@ -50,13 +50,13 @@ POINTERS_OF = {  # by type
     ),
     "i32": (
         "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
-        "ROW_ORDER HEADS LEFT_OUT BLOCK_TABLE"
+        "HEADS BLOCK_TABLE"
     ),
     "i64": "KV_START",
     "i8": "PRUNED",
 }
 POINTERS = {name: kind for kind, names in POINTERS_OF.items() for name in names.split()}
-FLOATS = ("qk_scale", "limit", "log_share")
+FLOATS = ("qk_scale", "log_share")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. 56 bytes of the plain
 # prefill are of head dim 256 with int8 scores on sm_90 in Triton 3.6; 48 before there were dense last rows.
@@ -71,7 +71,7 @@ KEPT_BYTES_WIDE = 304
 KEPT_BYTES_SPLITS = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in 3.7, none in 3.6
 # of the block-sparse kernel: it stores its rows at the end where permuted or packed queries stand; 8 is of sm_90 in
 # Triton 3.9, 48 of sm_120 in 3.7
-KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8, "packed-means": 48}
+KEPT_BYTES_MOVED = {"keys-moved": 8, "packed-means": 48}
 # The switches of a kernel that are on, all others are off.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {},
@@ -110,9 +110,6 @@ BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
     "blocks": {},
     "packed-means": {"PACKED": 6, "HAS_MEANS": True},
     "keys-moved": {"KEYS_MOVED": True},
-    "all-moved": {"KEYS_MOVED": True, "ROWS_MOVED": True},
-    "skips": {"SKIPS": True, "HAS_LEFT_OUT": True},
-    "skips-sum": {"SKIPS": True, "SKIPS_SUM": True, "HAS_LEFT_OUT": True},
 }
 # And for XAttention's scores: what is usual, the most columns of a block, and the fewest.
 ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {
@@ -319,7 +316,7 @@ def largest(every: Iterable[Case]) -> list[Case]:
 
 
 def block_sparse_cases() -> list[Case]:
-    """The tiles of the baselines' kernel: a skip has its own, and what is computed of block means before it none."""
+    """The tiles of the baselines' kernel; what is computed of block means before it has none."""
     chosen: list[Case] = []
     for capability in SHARED_MEMORY:
         pair = divmod(capability, 10)
@@ -327,13 +324,8 @@ def block_sparse_cases() -> list[Case]:
         for head_dim in BLOCK_SPARSE_HEAD_DIMS:
             chosen.append(Case("pool_blocks", capability, head_dim))
             chosen += [Case("mean_key_mass", capability, head_dim, rows=rows) for rows in (64, 128)]
-            for variant, switches in BLOCK_SPARSE_VARIANTS.items():
-                if "SKIPS" in switches:
-                    skipped_rows = (64, 128) if "SKIPS_SUM" in switches else (64,)
-                    shapes = {skip_tile(head_dim, pair, rows, 64) for rows in skipped_rows}
-                else:
-                    shapes = {block_sparse_tile(head_dim, pair, block, block) for block in (64, 128)}
-                tiles = map(_as_tile, sorted(shapes))
+            for variant in BLOCK_SPARSE_VARIANTS:
+                tiles = map(_as_tile, sorted({block_sparse_tile(head_dim, pair, block, block) for block in (64, 128)}))
                 chosen += [Case("block_sparse", capability, head_dim, tile, variant=variant) for tile in tiles]
     return chosen
 

@@ -169,7 +169,7 @@ def make_document(profile: Profile) -> dict[str, Any]:
     """Return the JSON document of a profile's file without the digest: all of the profile but its layers."""
     return {
         "schema": SCHEMA,
-        "baselines": [],  # versions that gave heads to other methods listed them here
+        "baselines": [],  # versions that gave heads to other methods need this list of them
         "model": {"name": profile.model_name, **split_fingerprint(profile.fingerprint), **profile.geometry.as_json()},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
@@ -315,11 +315,6 @@ def _are_integers(values: Iterable[Any], allowed: range) -> bool:
 
 def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     """Return the profile in a document of this schema and in tensors of these names."""
-    if methods := _get(document, "baselines", list):
-        raise ProfileError(
-            f"field baselines is {short_repr(methods)}: this version has no heads that other methods compute, "
-            "calibrate again"
-        )
     geometry = _parse_geometry(document)
     lengths = _get(document, "lengths", list)
     if not 1 <= len(lengths) <= MAX_BUCKETS or not _are_integers(lengths, range(1, MAX_LENGTH + 1)):

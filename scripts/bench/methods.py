@@ -67,7 +67,6 @@ LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a 
     "pbs": (("pbs:keep={:g}",), KEEPS),
     "sparge": (("sparge:keep={:g},first=1", "sparge:keep={:g},similarity=0.2,first=1"), KEEPS),
     "xattention": (("xattention:keep={:g},first=1",), KEEPS),
-    "skip-softmax": (("skip-softmax:factor={:g}", "skip-softmax:factor={:g},block=64"), (100, 1000, 5000, 2e4, 1e5)),
 }
 
 Key = tuple[str, str]  # method and setting

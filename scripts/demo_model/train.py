@@ -4,8 +4,7 @@
     python -m scripts.demo_model.corpus data/demo
     python -m scripts.demo_model.train --data data/demo --out calibrate/demo/model
 
-takes about 15 minutes on one H200. `--stop-after` ends a call early and saves the checkpoint; the same
-command continues from it. The long phases are there to teach retrieval at a distance.
+takes about 15 minutes on one H200. The long phases are there to teach retrieval at a distance.
 """
 
 from __future__ import annotations
@@ -136,11 +135,11 @@ def weighted_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def needle_accuracy(model: LlamaForCausalLM, windows: Windows, length: int, contexts: int = EVAL_CONTEXTS) -> float:
+def needle_accuracy(model: LlamaForCausalLM, windows: Windows, length: int) -> float:
     """Share of needles whose five digits are all predicted, teacher-forced, at the end of `length` tokens."""
     device = next(model.parameters()).device
     correct = total = 0
-    for _ in range(contexts):
+    for _ in range(EVAL_CONTEXTS):
         ids, starts = windows.exam(length)
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             hidden = model.model(ids.to(device), use_cache=False).last_hidden_state
@@ -153,11 +152,11 @@ def needle_accuracy(model: LlamaForCausalLM, windows: Windows, length: int, cont
     return correct / total
 
 
-def held_out_loss(model: LlamaForCausalLM, windows: Windows, length: int, contexts: int = EVAL_CONTEXTS) -> float:
+def held_out_loss(model: LlamaForCausalLM, windows: Windows, length: int) -> float:
     """Mean next-token loss in nats on plain held-out text, without needles."""
     device = next(model.parameters()).device
     losses = []
-    for _ in range(contexts):
+    for _ in range(EVAL_CONTEXTS):
         ids = torch.from_numpy(windows._window(length + 1))[None].to(device)
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
@@ -166,9 +165,9 @@ def held_out_loss(model: LlamaForCausalLM, windows: Windows, length: int, contex
 
 
 class Trainer:
-    """The model, its two optimisers and the time spent, saved together."""
+    """The model, its two optimisers and the seconds that they were used."""
 
-    def __init__(self, config: LlamaConfig, device: str, checkpoint: Path) -> None:
+    def __init__(self, config: LlamaConfig, device: str) -> None:
         torch.manual_seed(0)
         self.model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32).to(device)
         for name, weight in self.model.named_parameters():
@@ -185,24 +184,6 @@ class Trainer:
         self.base_rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
         self.used = 0.0
         self.step = 0
-        self.checkpoint = checkpoint
-        if checkpoint.exists():
-            state = torch.load(checkpoint, map_location=device, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-            self.used, self.step = state["used"], state["step"]
-
-    def save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "used": self.used,
-            "step": self.step,
-        }
-        partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self.checkpoint)
 
     def set_rate(self, done: float) -> None:
         factor = min(1.0, (self.step + 1) / 100) * (1.0 if done < 0.4 else max(0.03, (1.0 - done) / 0.6))
@@ -211,11 +192,8 @@ class Trainer:
             group["lr"] = rate * factor
 
 
-def train(
-    trainer: Trainer, windows: Windows, phases: tuple[Phase, ...], seconds: float, stop_after: float, compiled: bool
-) -> bool:
-    """Train until `seconds` in total are used (True) or this call has lasted `stop_after` seconds (False)."""
-    began = time.monotonic()
+def train(trainer: Trainer, windows: Windows, phases: tuple[Phase, ...], seconds: float, compiled: bool) -> None:
+    """Train until `seconds` are used."""
     model, device = trainer.model, next(trainer.model.parameters()).device
     loss_of = weighted_loss
     if compiled:
@@ -225,8 +203,6 @@ def train(
     length = warm = 0
     clock = time.monotonic()
     while trainer.used < seconds:
-        if time.monotonic() - began > stop_after:
-            return False
         done = trainer.used / seconds
         phase = [p for p in phases if done >= p.start][-1]
         if phase.length != length:
@@ -252,7 +228,6 @@ def train(
         else:
             trainer.used += time.monotonic() - clock
         clock = time.monotonic()
-    return True
 
 
 def export(trainer: Trainer, data: Path, out: Path, lengths: tuple[int, ...], windows: Windows) -> None:
@@ -285,28 +260,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data/demo"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--checkpoint", type=Path, default=Path("data/demo-checkpoint.pt"))
-    parser.add_argument("--seconds", type=float, default=840.0, help="training time in total")
-    parser.add_argument("--stop-after", type=float, default=float("inf"), help="end this call after so many seconds")
+    parser.add_argument("--seconds", type=float, default=840.0, help="training time")
     parser.add_argument("--tiny", action="store_true", help="a toy of the same kind, to try the script on a CPU")
     args = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
-    trainer = Trainer(model_config(tokenizer.get_vocab_size(), args.tiny), device, args.checkpoint)
-    print(f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f} M parameters; {trainer.used:.0f} s used")
-    windows = Windows(args.data, "train", tokenizer, seed=trainer.step)
+    trainer = Trainer(model_config(tokenizer.get_vocab_size(), args.tiny), device)
+    print(f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f} M parameters")
+    windows = Windows(args.data, "train", tokenizer, seed=0)
     phases = TINY_PHASES if args.tiny else PHASES
     with sdpa_kernel(BACKENDS, set_priority=True):
-        finished = train(trainer, windows, phases, args.seconds, args.stop_after, compiled=not args.tiny)
-        trainer.save()
-        if finished:
-            lengths = (1024, 2048) if args.tiny else (8192, 32768, 131072)
-            export(trainer, args.data, args.out, lengths, Windows(args.data, "hold", tokenizer, seed=1))
-        else:
-            exam = Windows(args.data, "hold", tokenizer, seed=1)
-            scores = {p.length: needle_accuracy(trainer.model, exam, p.length, contexts=4) for p in phases[:2]}
-            print(f"stopped at {trainer.used:.0f} of {args.seconds:.0f} s, needles {scores}; run again to continue")
+        train(trainer, windows, phases, args.seconds, compiled=not args.tiny)
+        lengths = (1024, 2048) if args.tiny else (8192, 32768, 131072)
+        export(trainer, args.data, args.out, lengths, Windows(args.data, "hold", tokenizer, seed=1))
 
 
 if __name__ == "__main__":

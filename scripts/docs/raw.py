@@ -36,7 +36,6 @@ METHODS = {
     "pbs": "PBS-Attn",
     "sparge": "SpargeAttn",
     "xattention": "XAttention",
-    "skip-softmax": "skip-softmax (BLASST)",
 }
 
 F = TypeVar("F", bound=ResultFile)

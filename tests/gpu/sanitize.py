@@ -52,12 +52,7 @@ KINDS = (
 )
 DENSE = 3  # which of them
 SPECIALIZED = TileConfig(64, 128, 1, 4, 2, True)
-BLOCK_SPARSE = (
-    "pbs:keep=0.5,permute_queries=true",
-    "sparge:keep=0.5,similarity=0.1,skip=-6",
-    "skip-softmax:factor=500",
-    "skip-softmax:factor=500,block=64",
-)
+BLOCK_SPARSE = ("pbs:keep=0.5", "sparge:keep=0.5,similarity=0.1")
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -172,7 +172,6 @@ MIXED = {"layer_numbers": [1, 3], "other_layers": {"linear_attention": 1, "slidi
     [
         ("schema", range(1, 8), "schema . is of an older version .*: calibrate again"),
         ("schema", [9], "schema 9 is of a newer version of S2O .* reads 8: install that"),
-        ("baselines", [["pbs:keep=0.9"]], "field baselines is"),
         ("model.*", [{"layers": 1 << 14, "query_heads": 1 << 14}], "make 536870912 heads: at most 1048576"),
         ("model.layers", [0, (1 << 14) + 1], "field model.layers is"),
         ("model.query_heads", [0, 10**9], "field model.query_heads is"),

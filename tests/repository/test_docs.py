@@ -12,7 +12,7 @@ from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.huggingface import run
 from s2o_runtime.profile import load_profile
-from scripts.docs import architectures, tables
+from scripts.docs import tables
 from scripts.docs.raw import Bench
 from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
 
@@ -154,6 +154,3 @@ def test_the_table_of_architectures_is_of_the_tests():
     command = [sys.executable, "-m", "scripts.docs.architectures", "--check"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stdout[-500:]
-    shown = architectures.shown((ROOT / "docs" / "results" / "architectures.md").read_text(encoding="utf-8"))
-    capabilities = {cell for (_, column), cell in shown.items() if column != architectures.OTHERS}
-    assert architectures.PASSED in capabilities <= {architectures.PASSED, architectures.SKIPPED}

@@ -10,12 +10,10 @@ import math
 import torch
 
 
-def positions(q, k, block_m, i, unit=None):
-    """(first, last) position that a row of row block i may have; rows may trade places inside `unit`."""
+def positions(q, k, block_m, i):
+    """(first, last) position of row block i."""
     q_len, kv_len = q.shape[2], k.shape[2]
-    unit = unit or block_m
-    first = i * block_m // unit * unit
-    return kv_len - q_len + first, kv_len - q_len + min(first + unit, q_len) - 1
+    return kv_len - q_len + i * block_m, kv_len - q_len + min((i + 1) * block_m, q_len) - 1
 
 
 def key_blocks(k, block_n, first, last, unit=None):
@@ -87,14 +85,6 @@ def flash_prefill(q, k, s, scale):
     return selected
 
 
-def skip_softmax(q, k, s, scale):
-    selected = {}
-    for b, h, i, _ in every_block(q, k, s.block):
-        full, touched = key_blocks(k, 64, *positions(q, k, s.block, i))
-        selected[b, h, i] = full + touched, None
-    return selected
-
-
 def pbs(q, k, s, scale):
     q_len, kv_len = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
@@ -109,25 +99,15 @@ def pbs(q, k, s, scale):
             segment = slice(begin, begin + s.segment)
             order[segment] = sorted(order[segment], key=lambda t: -float(importance[t]))
         orders[b, u], moved_keys[b, u] = order, k[b, u, order]
-    rows, moved_q = {}, q.clone()
-    for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])) if s.permute_queries else ():
-        means = [part.mean(0) for part in moved_keys[b, h // group].split(s.block)]
-        centroids = torch.stack([mean / mean.norm() for mean in means])
-        order = list(range(q_len))
-        for begin in range(0, q_len - s.segment + 1, s.segment):
-            segment = slice(begin, begin + s.segment)
-            order[segment] = sorted(order[segment], key=lambda row: (int((centroids @ q[b, h, row]).argmax()), row))
-        rows[b, h], moved_q[b, h] = order, q[b, h, order]
     selected = {}
     for b, h, i, u in every_block(q, k, s.block):
-        span = positions(q, k, s.block, i, s.segment if s.permute_queries else None)
-        full, touched = key_blocks(k, s.block, *span, s.segment)
-        mean_q = moved_q[b, h, i * s.block : (i + 1) * s.block].mean(0)
+        full, touched = key_blocks(k, s.block, *positions(q, k, s.block, i), s.segment)
+        mean_q = q[b, h, i * s.block : (i + 1) * s.block].mean(0)
         means = {j: moved_keys[b, u, j * s.block : (j + 1) * s.block].mean(0) for j in full}
         scores = {j: scale * float(mean_q @ mean) for j, mean in means.items()}
         chosen = heaviest(softmax(scores), s.keep) | set(full[: s.first]) | set(touched)
         selected[b, h, i] = sorted(chosen), orders[b, u]
-    return selected, rows
+    return selected
 
 
 def self_similarity(rows):
@@ -196,40 +176,17 @@ def flash_prefill_v2_attention(q, k, v, selected, s, scale):
     return out, pairs.repeat_interleave(packed).tolist()
 
 
-def attention(q, k, v, selected, block_m, block_n, scale, rows=None, skip=None):
-    """(output, pairs of each head) over a selection, float64, one row at a time; rows: the order of queries.
-
-    skip: (limit, rows, keys, whether the denominator loses them too) of the tiles that are left out where every score
-    is below the maximum of its row so far by the limit. Those of blocks that all rows see count as half a pair each.
-    """
+def attention(q, k, v, selected, block_m, block_n, scale):
+    """(output, pairs of each head) over a selection, float64, one row block at a time."""
     out, pairs = torch.zeros_like(q), [0] * q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
     for (b, h, i), (blocks, order) in selected.items():
         u = h // (q.shape[1] // k.shape[1])
         places = [t for j in blocks for t in range(j * block_n, min((j + 1) * block_n, kv_len))]
         keys = [order[t] for t in places] if order else places
-        members = range(i * block_m, min((i + 1) * block_m, q_len))
-        members = [rows[b, h][row] for row in members] if rows else list(members)
+        members = list(range(i * block_m, min((i + 1) * block_m, q_len)))
         scores = (q[b, h, members] @ k[b, u, keys].T) * scale
         scores[torch.tensor(keys)[None, :] > kv_len - q_len + torch.tensor(members)[:, None]] = -math.inf
         pairs[h] += int((scores > -math.inf).sum())
-        weights = (scores - scores.amax(1, keepdim=True)).exp()
-        counted = weights.clone()
-        if skip is not None:
-            limit, skip_rows, skip_keys, sum_too = skip
-            whole = (kv_len - q_len + i * block_m + 1) // block_n * block_n  # keys of blocks that all rows see
-            for begin in range(0, len(members), skip_rows):
-                group = scores[begin : begin + skip_rows]
-                best = torch.full((len(group),), -math.inf, dtype=q.dtype)
-                for tile in sorted({key // skip_keys for key in keys}):
-                    at = [c for c, key in enumerate(keys) if key // skip_keys == tile]
-                    local = group[:, at].amax(1)
-                    best = torch.maximum(best, local)
-                    if not bool((local - best >= limit).any()):
-                        weights[begin : begin + skip_rows, at] = 0.0
-                        pairs[h] -= len(group) * len([c for c in at if keys[c] < whole]) / 2
-        if skip is None or sum_too:
-            counted = weights
-        weights = weights / counted.sum(1, keepdim=True)
-        out[b, h, members] = weights @ v[b, u, keys]
+        out[b, h, members] = scores.softmax(1) @ v[b, u, keys]
     return out, pairs

@@ -12,13 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from s2o_runtime.devices import get_capability
-from s2o_runtime.sequences import KERNEL_TYPES
-from s2o_runtime.tiles import get_family
 from scripts.bench.baselines.pooling import block_means
-from scripts.bench.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split
+from scripts.bench.baselines.selection import Grid, Selection, score_type, select_blocks, split
 from scripts.bench.baselines.settings import FlashPrefill, FlashPrefillV2
-from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS
+from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, has_kernels
 
 
 def select(q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float) -> Selection:
@@ -47,7 +44,8 @@ def select(q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float) -> Sel
 
     def wanted(part: slice) -> Tensor:
         mass = mass_of(part)
-        return (mass >= mass.amax(-1, keepdim=True) + settings.log_share).logical_or_(always)
+        least = mass.amax(-1, keepdim=True) + settings.log_share
+        return (mass >= least).logical_or_(always)
 
     return select_blocks(q, grid, wanted, mean_keys)
 
@@ -78,8 +76,7 @@ def log_mass(q: Tensor, k_mean: Tensor, part: slice, grid: Grid, scale: float) -
 
 
 def _has_kernels(q: Tensor) -> bool:
-    fits = q.is_cuda and q.dtype in KERNEL_TYPES and q.shape[3] <= BLOCK_SPARSE_HEAD_DIMS[-1]
-    return fits and get_family(get_capability(q.device)) is not None
+    return q.shape[3] <= BLOCK_SPARSE_HEAD_DIMS[-1] and has_kernels(q)
 
 
 def head_mass(q: Tensor, k_mean: Tensor, grid: Grid, scale: float) -> Tensor:
@@ -90,17 +87,10 @@ def head_mass(q: Tensor, k_mean: Tensor, grid: Grid, scale: float) -> Tensor:
         k_mean: [B, key blocks, D].
         scale: multiplies the scores.
     """
-    batch, q_rows, _ = q.shape
-    mass = torch.empty(batch, grid.rows, grid.columns, dtype=score_type(q.dtype), device=q.device)
     last_key = (torch.arange(grid.columns, device=q.device) + 1) * grid.block_n - 1
-    step = max(1, CHUNK // (batch * grid.columns * grid.block_m))  # row blocks at a time
-    for begin in range(0, grid.rows, step):
-        end = min(begin + step, grid.rows)
-        rows = torch.arange(begin * grid.block_m, end * grid.block_m, device=q.device)
-        queries = q[:, begin * grid.block_m : end * grid.block_m]
-        queries = torch.nn.functional.pad(queries, (0, 0, 0, len(rows) - queries.shape[1]))
-        scores = (queries @ k_mean.transpose(1, 2)).to(mass.dtype).mul_(scale)
-        hidden = (last_key > rows[:, None] // grid.packed + grid.offset) | (rows[:, None] >= q_rows)
-        scores.masked_fill_(hidden, float("-inf"))
-        mass[:, begin:end] = split(scores, 1, grid.block_m).logsumexp(2)
-    return mass
+    rows = torch.arange(grid.rows * grid.block_m, device=q.device)
+    queries = torch.nn.functional.pad(q, (0, 0, 0, len(rows) - q.shape[1]))
+    scores = (queries @ k_mean.transpose(1, 2)).to(score_type(q.dtype)).mul_(scale)
+    position = rows // grid.packed + grid.offset
+    hidden = (last_key > position[:, None]) | (rows[:, None] >= q.shape[1])
+    return split(scores.masked_fill_(hidden, float("-inf")), 1, grid.block_m).logsumexp(2)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from scripts.bench.baselines.pooling import block_means, heaviest_by_means
-from scripts.bench.baselines.selection import Grid, Selection, of_query_heads, parts, score_type, select_blocks, split
+from scripts.bench.baselines.selection import Grid, Selection, of_query_heads, score_type, select_blocks, split
 from scripts.bench.baselines.settings import PBS
 
 
 def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float) -> Selection:
-    """The key blocks of a layer, and how keys (and queries) are permuted.
+    """The key blocks of a layer, and how keys are permuted.
 
     Query heads that share a KV head share the order of its keys.
 
@@ -30,15 +30,10 @@ def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float) -> Selection:
     Source: PBS-Attn, Algorithm 1.
     """
     block, segment, group = settings.block, settings.segment, q.shape[1] // k.shape[1]
-    row_unit = segment if settings.permute_queries else block
-    grid = Grid(q.shape[2], k.shape[2], block, block, row_unit, segment)
-    key_order = sorted_keys(last_block_scores(q, k, block, scale), segment)
-    keys, rows, row_order = permuted(k, key_order), q, None
-    k_mean = block_means(keys, block)
-    if settings.permute_queries:
-        row_order = clustered_queries(q, k_mean, segment)
-        rows = permuted(q, row_order)
-    q_mean = block_means(rows, block)
+    grid = Grid(q.shape[2], k.shape[2], block, block, segment)
+    key_order = sort_keys(last_block_scores(q, k, block, scale), segment)
+    keys = permuted(k, key_order)
+    q_mean, k_mean = block_means(q, block), block_means(keys, block)
     candidates = torch.arange(grid.columns, device=q.device) < grid.full(q.device)[:, None]
 
     def wanted(part: slice) -> Tensor:
@@ -47,7 +42,7 @@ def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float) -> Selection:
         mask[..., : settings.first] = True
         return mask
 
-    return replace(select_blocks(q, grid, wanted), key_order=key_order, keys=keys, row_order=row_order)
+    return replace(select_blocks(q, grid, wanted), key_order=key_order, keys=keys)
 
 
 def last_block_scores(q: Tensor, k: Tensor, block: int, scale: float) -> Tensor:
@@ -69,8 +64,8 @@ def last_block_scores(q: Tensor, k: Tensor, block: int, scale: float) -> Tensor:
     return scores
 
 
-def sorted_keys(scores: Tensor, segment: int) -> Tensor:
-    """Equation 11: keys by falling score inside each whole segment, keys behind the last one as they are.
+def sort_keys(scores: Tensor, segment: int) -> Tensor:
+    """Order keys by falling score inside each whole segment (equation 11); keys behind the last one stay.
 
     Args:
         scores: [B, Hkv, Lk].
@@ -78,36 +73,12 @@ def sorted_keys(scores: Tensor, segment: int) -> Tensor:
     Returns:
         int32 [B, Hkv, Lk].
     """
-    return _sorted_in_segments(scores, segment, descending=True)
-
-
-def clustered_queries(q: Tensor, k_mean: Tensor, segment: int) -> Tensor:
-    """Section 4.3: the queries of each whole segment by the key block whose mean they are most similar to.
-
-    Args:
-        q: [B, Hq, Lq, D]; k_mean: [B, Hkv, blocks, D].
-
-    Returns:
-        int32 [B, Hq, Lq]; queries behind the last whole segment stay.
-    """
-    batch, heads, q_len, _ = q.shape
-    centroids = torch.nn.functional.normalize(k_mean, dim=-1).to(q.dtype)
-    clusters = []
-    for part in parts(heads, batch * q_len * k_mean.shape[2]):
-        # the length of a query does not change which centroid is nearest in angle
-        nearest = of_query_heads(centroids, heads // k_mean.shape[1], part)
-        clusters.append((q[:, part] @ nearest.transpose(2, 3)).argmax(-1))
-    return _sorted_in_segments(torch.cat(clusters, 1), segment, descending=False)
-
-
-def _sorted_in_segments(values: Tensor, segment: int, descending: bool) -> Tensor:
-    """The order, int32 [B, H, L], of values like it inside each whole segment; those behind the last stay."""
-    length = values.shape[2]
+    length = scores.shape[2]
     whole = length // segment * segment
-    order = torch.arange(length, device=values.device).expand(values.shape).clone()
+    order = torch.arange(length, device=scores.device).expand(scores.shape).clone()
     if whole:
-        local = split(values[..., :whole], 2, segment).sort(dim=-1, descending=descending, stable=True).indices
-        base = torch.arange(0, whole, segment, device=values.device)[:, None]
+        local = split(scores[..., :whole], 2, segment).sort(dim=-1, descending=True, stable=True).indices
+        base = torch.arange(0, whole, segment, device=scores.device)[:, None]
         order[..., :whole] = (local + base).flatten(2)
     return order.int()
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.bench.baselines.selection import parts, score_type, split, top_share
+from scripts.bench.baselines.selection import score_type, split, top_share
 
 
 def block_means(x: Tensor, block: int) -> Tensor:
@@ -62,8 +62,5 @@ def pool(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def pool_plain(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """`pool` in plain torch."""
-    directions = [
-        block_means(F.normalize(x[:, part].to(score_type(x.dtype)), dim=-1), block)
-        for part in parts(x.shape[1], x[:, 0].numel())
-    ]
-    return block_means(x, block), torch.cat(directions, 1).square().sum(-1)
+    directions = F.normalize(x.to(score_type(x.dtype)), dim=-1)
+    return block_means(x, block), block_means(directions, block).square().sum(-1)

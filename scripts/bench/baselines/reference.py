@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scripts.bench.baselines.pooling import block_means
-from scripts.bench.baselines.selection import Selection, Skip, score_type
+from scripts.bench.baselines.selection import Selection, score_type
 
 
 def attend_reference(
@@ -19,7 +19,6 @@ def attend_reference(
     *,
     scale: float,
     out: Tensor,
-    left_out: Tensor | None = None,
 ) -> None:
     """Attention over the keys of a selection, in float32 (float64 for float64).
 
@@ -30,11 +29,7 @@ def attend_reference(
         q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D], not permuted.
         scale: multiplies the scores.
         out: [B, Hq, Lq, D], to write.
-        left_out: float64 [Hq], which gets the pairs that a skip leaves out of the product with v, among blocks that all
-            rows see.
     """
-    if left_out is not None:
-        left_out.zero_()
     dtype, device = score_type(q.dtype), q.device
     grid = selection.grid
     full = grid.full(device) * grid.block_n
@@ -44,38 +39,22 @@ def attend_reference(
         for b in range(q.shape[0]):
             keys, values = k[b, kv_head].to(dtype), v[b, kv_head].to(dtype)
             for i in range(grid.rows):
-                rows = _rows(selection, b, head, i, device)
+                end = min((i + 1) * grid.block_m, grid.q_len * grid.packed)
+                rows = torch.arange(i * grid.block_m, end, device=device)
                 at = b, head * grid.packed + rows % grid.packed, rows // grid.packed
                 visited = _visited_keys(selection, b, head, kv_head, i, device)
                 position = at[2] + grid.offset
                 queries = q[at].to(dtype)
                 scores = queries @ keys[visited].T * scale
                 scores.masked_fill_(visited > position[:, None], float("-inf"))
-                skipped = None if selection.skip is None else _skipped(scores, visited, selection.skip)
-                if skipped is not None and selection.skip is not None and selection.skip.sum_too:
-                    scores = scores.masked_fill(skipped, float("-inf"))
                 visited_values = values[visited]
                 if selection.pruned is not None and selection.mean_keys is not None and mean_values is not None:
                     pruned = selection.pruned[b, head, i, : int(full[i]) // grid.block_n].nonzero()[:, 0]
-                    mean_scores = queries @ selection.mean_keys[b, kv_head, pruned].to(dtype).T * scale
+                    mean_keys = selection.mean_keys[b, kv_head, pruned].to(dtype)
+                    mean_scores = queries @ mean_keys.T * scale
                     scores = torch.cat([scores, mean_scores + math.log(grid.block_n)], 1)
                     visited_values = torch.cat([visited_values, mean_values[b, kv_head, pruned].to(dtype)])
-                log_sums = scores.logsumexp(-1)
-                weights = (scores - log_sums[:, None]).exp()
-                if skipped is not None:
-                    weights = weights.masked_fill(skipped, 0.0)
-                    if left_out is not None:
-                        left_out[head] += skipped[:, visited < int(full[i])].sum()
-                out[at] = (weights @ visited_values).to(out.dtype)
-
-
-def _rows(selection: Selection, b: int, head: int, i: int, device: torch.device) -> Tensor:
-    """The rows of row block i of a head of the grid in sequence b, unpermuted."""
-    begin = i * selection.grid.block_m
-    end = min(begin + selection.grid.block_m, selection.grid.q_len * selection.grid.packed)
-    if selection.row_order is not None:
-        return selection.row_order[b, head, begin:end].long()
-    return torch.arange(begin, end, device=device)
+                out[at] = (scores.softmax(-1) @ visited_values).to(out.dtype)
 
 
 def _visited_keys(selection: Selection, b: int, head: int, kv_head: int, i: int, device: torch.device) -> Tensor:
@@ -87,22 +66,3 @@ def _visited_keys(selection: Selection, b: int, head: int, kv_head: int, i: int,
     if selection.key_order is not None:
         keys = selection.key_order[b, kv_head, keys].long()
     return keys
-
-
-def _skipped(scores: Tensor, keys: Tensor, skip: Skip) -> Tensor:
-    """Return which scores [rows, keys] are in tiles where none comes within `skip.limit` of its row's maximum so far.
-
-    Tiles are `skip.rows` rows by the keys of one block of `skip.keys`; blocks come in ascending order, unpermuted.
-    """
-    _, sizes = torch.unique_consecutive(keys // skip.keys, return_counts=True)
-    ends = sizes.cumsum(0).tolist()
-    highest = torch.stack(
-        [scores[:, end - size : end].amax(1) for end, size in zip(ends, sizes.tolist(), strict=True)], 1
-    )  # [rows, tiles]
-    largest = highest.cummax(1).values.clamp_min(torch.finfo(scores.dtype).min)
-    low = highest < largest + skip.limit
-    skipped = torch.zeros_like(scores, dtype=torch.bool)
-    for begin in range(0, len(scores), skip.rows):
-        skipped_tiles = low[begin : begin + skip.rows].all(0)
-        skipped[begin : begin + skip.rows] = skipped_tiles.repeat_interleave(sizes)
-    return skipped

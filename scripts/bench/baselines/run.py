@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,19 +13,11 @@ from s2o_runtime.devices import find_tensor_obstacle, get_capability, is_interpr
 from s2o_runtime.errors import InputError
 from s2o_runtime.sequences import call_shape, lay_out, needs_gradients
 from s2o_runtime.tiles import MIN_CAPABILITY, get_family
-from scripts.bench.baselines import flash_prefill, pbs, skip_softmax, sparge, xattention
+from scripts.bench.baselines import flash_prefill, pbs, sparge, xattention
 from scripts.bench.baselines.pooling import block_means
 from scripts.bench.baselines.reference import attend_reference
 from scripts.bench.baselines.selection import Grid, Selection
-from scripts.bench.baselines.settings import (
-    PBS,
-    Antidiagonal,
-    Baseline,
-    FlashPrefill,
-    FlashPrefillV2,
-    SkipSoftmax,
-    Sparge,
-)
+from scripts.bench.baselines.settings import PBS, Antidiagonal, Baseline, FlashPrefill, FlashPrefillV2, Sparge
 from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS
 
 Backend = Literal["auto", "triton", "reference"]
@@ -36,7 +28,6 @@ SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the 
     PBS: pbs.select,
     Sparge: sparge.select,
     Antidiagonal: xattention.select,
-    SkipSoftmax: skip_softmax.select,
 }
 
 
@@ -44,26 +35,18 @@ class BaselineStats(NamedTuple):
     """The statistics of one call.
 
     Attributes:
-        backend: the code that ran: "triton" or "reference".
-        reason: why this backend was chosen.
         grid: where the blocks lie.
         counts: int32 [B, Hq / packed, row blocks], the key blocks that each row block computed.
-        left_out: float64 [Hq], pairs whose score was computed and whose product with v a skip left out; None without
-            a skip.
     """
 
-    backend: str
-    reason: str
     grid: Grid
     counts: Tensor
-    left_out: Tensor | None
 
     @property
     def density(self) -> Tensor:
         """Query-key pairs computed over causal pairs, float64 [Hq]; 1.0 is dense. Of the diagonal causal pairs count.
 
-        A pair of which only the score was computed counts as half: it is one of two products. What means stand for
-        does not count. Heads that share row blocks have the mean of theirs.
+        What means stand for does not count. Heads that share row blocks have the mean of theirs.
         """
         grid, device = self.grid, self.counts.device
         full = grid.full(device)
@@ -71,8 +54,7 @@ class BaselineStats(NamedTuple):
         unlisted = full * grid.block_n - chosen  # of the keys that all rows of a block see
         causal = len(self.counts) * (grid.kv_len * (grid.kv_len + 1) - grid.offset * (grid.offset + 1)) / 2
         left_out = (unlisted * grid.rows_of(device)).double().sum((0, 2)) / grid.packed
-        computed = causal - left_out.repeat_interleave(grid.packed)
-        return (computed if self.left_out is None else computed - self.left_out / 2) / causal
+        return (causal - left_out.repeat_interleave(grid.packed)) / causal
 
 
 def baseline_attention(
@@ -93,7 +75,7 @@ def baseline_attention(
         The output [B, Hq, Lq, D] in the type of q, and what was done.
 
     Raises:
-        InputError: the tensors do not fit one another, or the backend cannot do the call.
+        InputError: the tensors do not fit one another, or the kernel that is asked for cannot do the call.
         ConfigError: the settings are out of their range.
 
     >>> q, k, v = (torch.randn(1, heads, 512, 64) for heads in (4, 2, 2))
@@ -101,13 +83,9 @@ def baseline_attention(
     >>> stats.density.shape
     torch.Size([4])
     """
-    used_backend, reason = choose_backend(q, k, v, backend)
     selection = select(q, k, settings, scale=scale)
-    left_out = None
-    if selection.skip is not None:
-        left_out = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
-    out = attend(q, k, v, selection, scale=scale, left_out=left_out, backend=used_backend)
-    return out, BaselineStats(used_backend, reason, selection.grid, selection.counts, left_out)
+    out = attend(q, k, v, selection, scale=scale, backend=backend)
+    return out, BaselineStats(selection.grid, selection.counts)
 
 
 def select(q: Tensor, k: Tensor, settings: Baseline, *, scale: float | None = None) -> Selection:
@@ -136,7 +114,6 @@ def attend(
     selection: Selection,
     *,
     scale: float | None = None,
-    left_out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attention of a layer over the keys selected for it.
@@ -144,15 +121,14 @@ def attend(
     Args:
         q: [B, Hq, Lq, D]; k, v: [B, Hkv, Lk, D]; as for `select`.
         scale: multiplies the scores; positive, D ** -0.5 by default.
-        left_out: float64 [Hq] to write into, for each head the pairs of blocks seen by whole row blocks that the
-            selection's skip left out of the product with v; 0 without a skip.
         backend: as for `baseline_attention`.
 
     Returns:
         The output [B, Hq, Lq, D] in the type of q.
 
     Raises:
-        InputError: the tensors do not fit one another or the selection, or the backend cannot do the call.
+        InputError: the tensors do not fit one another or the selection, or the kernel that is asked for cannot do the
+            call.
     """
     shape = call_shape(q, k, v)
     if shape.value_dim != shape.head_dim:
@@ -163,9 +139,11 @@ def attend(
             f"the selection is for {selection.grid.q_len} queries and {selection.grid.kv_len} keys but there are "
             f"{shape.q_len} and {shape.kv_len}: select again"
         )
-    out = torch.empty_like(q)
-    if choose_backend(q, k, v, backend)[0] == "reference":
-        attend_reference(q, k, v, selection, scale=scale, out=out, left_out=left_out)
+    out, obstacle = torch.empty_like(q), _kernel_obstacle(q, k, v)
+    if backend == "triton" and obstacle:
+        raise InputError(f'{obstacle}: run with backend="reference"')
+    if backend == "reference" or obstacle or (backend == "auto" and q.device.type == "cpu"):
+        attend_reference(q, k, v, selection, scale=scale, out=out)
         return out
     from scripts.bench.baselines.kernels.block_sparse import block_sparse_attention
 
@@ -181,24 +159,8 @@ def attend(
             mean_values = block_means(v, selection.grid.block_n).to(v.dtype)
             mean_keys, mean_values = (lay_out(x, head_dim).contiguous() for x in (selection.mean_keys, mean_values))
             means = mean_keys, mean_values
-        block_sparse_attention(queries, keys, values, means, selection, scale, target, left_out)
+        block_sparse_attention(queries, keys, values, means, selection, scale, target)
     return out if fits else target[..., : shape.head_dim]
-
-
-def choose_backend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> tuple[Literal["triton", "reference"], str]:
-    """Return the backend of a call, and why. Raises InputError if it is not known or cannot do the call."""
-    if backend not in get_args(Backend):
-        raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
-    if backend == "reference":
-        return "reference", "asked for"
-    obstacle = _kernel_obstacle(q, k, v)
-    if backend == "triton":
-        if obstacle:
-            raise InputError(f'{obstacle}: run with backend="reference"')
-        return "triton", "asked for"
-    if q.device.type == "cpu":
-        return "reference", "the tensors are on the cpu, the kernel needs a GPU"
-    return ("triton", "the kernel supports this call") if obstacle is None else ("reference", obstacle)
 
 
 def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

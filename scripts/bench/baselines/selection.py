@@ -8,28 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 24  # pairs of blocks whose scores are held at a time
-
-
-class Skip(NamedTuple):
-    """Leaving tiles out while they are visited, because all of their scores are far below the rows' maxima.
-
-    Attributes:
-        limit: not above 0; a tile is left out where every score is further than this below the maximum of its row so
-            far, the tile included. Minus infinity leaves nothing out.
-        rows, keys: of a tile, the same on every GPU.
-        sum_too: leave its weights out of the denominator too, not only the product with v.
-    """
-
-    limit: float
-    rows: int
-    keys: int
-    sum_too: bool
 
 
 @dataclass(frozen=True)
@@ -39,7 +22,7 @@ class Grid:
     Attributes:
         q_len, kv_len: queries and keys of a sequence.
         block_m, block_n: rows and keys of a block.
-        row_unit, key_unit: rows, and keys, are permuted inside ranges of this size; a block where they are not.
+        key_unit: keys are permuted inside ranges of this size; a block where they are not.
         packed: query heads whose rows share a row block: row r is query r // packed of head r % packed among them. A
             selection then has as many heads as there are such groups.
     """
@@ -48,7 +31,6 @@ class Grid:
     kv_len: int
     block_m: int
     block_n: int
-    row_unit: int
     key_unit: int
     packed: int = 1
 
@@ -59,7 +41,7 @@ class Grid:
         With `packed` the query heads of a KV head share row blocks.
         """
         group = q.shape[1] // k.shape[1] if packed else 1
-        return cls(q.shape[2], k.shape[2], block_m, block_n, block_m, block_n, group)
+        return cls(q.shape[2], k.shape[2], block_m, block_n, block_n, group)
 
     @property
     def offset(self) -> int:
@@ -82,12 +64,12 @@ class Grid:
 
     def full(self, device: torch.device) -> Tensor:
         """Return how many key blocks, from the first on, every row of a row block sees whole: int64 [rows]."""
-        first_position = self.first_row(device) // self.row_unit * self.row_unit // self.packed + self.offset
+        first_position = self.first_row(device) // self.packed + self.offset
         return (first_position + 1) // self.key_unit * (self.key_unit // self.block_n)
 
     def visible(self, device: torch.device) -> Tensor:
         """Return how many key blocks, from the first on, any row of a row block sees a part of: int64 [rows]."""
-        last_row = (self.first_row(device) // self.row_unit + 1) * self.row_unit - 1
+        last_row = self.first_row(device) + self.block_m - 1
         last_position = (last_row // self.packed + self.offset).clamp_max(self.kv_len - 1)
         units = last_position // self.key_unit + 1
         return (units * (self.key_unit // self.block_n)).clamp_max(self.columns)
@@ -107,8 +89,6 @@ class Selection:
         counts: int32 [B, H, row blocks], how many entries of `blocks` are valid.
         key_order: int32 [B, Hkv, Lk], the keys in permuted order; None where they are not permuted.
         keys: [B, Hkv, Lk, D], k in that order.
-        row_order: int32 [B, Hq, Lq], the queries in permuted order; None where they are not permuted.
-        skip: which tiles of what is listed are left out while they are visited; None for none.
         pruned: bool [B, H, row blocks, key blocks], True for blocks that all rows see and that are not computed; the
             mean of such a block stands for each of its keys. None where nothing does.
         mean_keys: [B, Hkv, key blocks, D] in the type of k, for `pruned`.
@@ -119,8 +99,6 @@ class Selection:
     counts: Tensor
     key_order: Tensor | None = None
     keys: Tensor | None = None
-    row_order: Tensor | None = None
-    skip: Skip | None = None
     pruned: Tensor | None = None
     mean_keys: Tensor | None = None
 

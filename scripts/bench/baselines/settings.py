@@ -95,9 +95,8 @@ class PBS(_Settings):
 
     Attributes:
         keep: the share of a row's mass that the chosen blocks hold.
-        segment: keys (and queries) that are permuted among themselves; a multiple of `block`.
+        segment: keys that are permuted among themselves; a multiple of `block`.
         block: queries and keys of a block.
-        permute_queries: cluster queries too, by the key block they are most similar to.
         first: blocks at the beginning that are always computed.
     """
 
@@ -105,7 +104,6 @@ class PBS(_Settings):
     keep: float = validated_field(0.9, SHARE)
     segment: int = validated_field(256, Rule(int, 64, 1 << 16))
     block: int = validated_field(128, BLOCK)
-    permute_queries: bool = validated_field(False, Rule(bool))
     first: int = validated_field(1, COUNT)
 
     def _check(self) -> None:
@@ -115,13 +113,11 @@ class PBS(_Settings):
 
 @dataclass(frozen=True)
 class Sparge(_Settings):
-    """SpargeAttn without quantisation.
+    """SpargeAttn without quantisation and without its skip of products with v.
 
     Attributes:
         keep: tau of TopCdf, the share of a row's mass that the chosen blocks hold.
         similarity: theta; blocks with a smaller self-similarity are always computed.
-        skip: lambda, negative; the product with v is left out where every score is further than this below the maximum
-            of its row so far. None never leaves it out.
         block, block_k: queries and keys of a block.
         first: blocks at the beginning that are always computed; the paper has none, the authors' code can keep one.
     """
@@ -129,7 +125,6 @@ class Sparge(_Settings):
     name: ClassVar[str] = "sparge"
     keep: float = validated_field(0.9, SHARE)
     similarity: float = validated_field(0.6, Rule(float, -1.0, 1.0))
-    skip: float | None = validated_field(None, Rule(float, -1e4, -1e-6, optional=True))
     block: int = validated_field(128, BLOCK)
     block_k: int = validated_field(64, BLOCK)
     first: int = validated_field(0, COUNT)
@@ -153,25 +148,9 @@ class Antidiagonal(_Settings):
     first: int = validated_field(0, COUNT)
 
 
-@dataclass(frozen=True)
-class SkipSoftmax(_Settings):
-    """BLASST, or skip-softmax: dense attention that drops tiles whose weights are all small beside the largest so far.
-
-    Attributes:
-        factor: a tile is dropped where all of its weights, relative to the largest of their row so far, are below
-            this number over the length of the context, at most 1; 0 drops none. At 1 a tile stays only where a row has
-            its largest weight so far, as every row has in the first tile.
-        block: queries of a tile; it has 64 keys.
-    """
-
-    name: ClassVar[str] = "skip-softmax"
-    factor: float = validated_field(1000.0, Rule(float, 0.0, 1e9))
-    block: int = validated_field(128, Rule(int, allowed=(64, 128)))
-
-
-Baseline = FlashPrefill | FlashPrefillV2 | PBS | Sparge | Antidiagonal | SkipSoftmax
+Baseline = FlashPrefill | FlashPrefillV2 | PBS | Sparge | Antidiagonal
 BASELINES: dict[str, type[Baseline]] = {
-    settings.name: settings for settings in (FlashPrefill, FlashPrefillV2, PBS, Sparge, Antidiagonal, SkipSoftmax)
+    settings.name: settings for settings in (FlashPrefill, FlashPrefillV2, PBS, Sparge, Antidiagonal)
 }
 
 

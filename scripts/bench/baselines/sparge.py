@@ -5,17 +5,12 @@ Without quantisation (its section 3.5) and without the Hilbert curve (3.7), whic
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from scripts.bench.baselines.pooling import heaviest_by_means, pool
-from scripts.bench.baselines.selection import Grid, Selection, Skip, of_query_heads, select_blocks
+from scripts.bench.baselines.selection import Grid, Selection, of_query_heads, select_blocks
 from scripts.bench.baselines.settings import Sparge
-
-SKIP_ROWS = 64  # of a tile whose product with v is skipped or not, on every GPU
-SKIP_KEYS = 64
 
 
 def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float) -> Selection:
@@ -42,5 +37,4 @@ def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float) -> Selection
         heaviest = heaviest_by_means(*means, scale, visible & ~always, settings.keep)
         return heaviest | always | first | different_q[:, part]
 
-    skip = None if settings.skip is None else Skip(settings.skip, SKIP_ROWS, SKIP_KEYS, sum_too=False)
-    return replace(select_blocks(q, grid, wanted), skip=skip)
+    return select_blocks(q, grid, wanted)

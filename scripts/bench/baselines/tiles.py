@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
+from s2o_runtime.devices import get_capability
 from s2o_runtime.errors import InputError
+from s2o_runtime.sequences import KERNEL_TYPES
 from s2o_runtime.tiles import Capability, format_capability, get_family
 
 BLOCK_SPARSE_HEAD_DIMS = (64, 128)
@@ -19,53 +23,38 @@ class KernelTile(NamedTuple):
     stages: int
 
 
-# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks. A skip
-# decides about tiles of 128 x 64 or 64 x 64, so every row has both.
-_OF_64 = (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3))  # the fastest for head dim 64 on every GPU
-_BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
-    80: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3))},
-    89: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
-    90: {64: _OF_64, 128: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2))},
-    100: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2))},
-    120: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
+# Block-sparse tiles, the fastest first: for head dim 64 of every GPU, for 128 by family. The last one divides every
+# selection's blocks.
+_OF_64 = (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3))
+_OF_128: dict[int, tuple[KernelTile, ...]] = {
+    80: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3)),
+    89: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2)),
+    90: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2)),
+    100: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2)),
+    120: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2)),
 }
 
-# Tiles of XAttention's scores by family: groups of queries and of keys. They serve any head dim.
-_ANTIDIAGONAL = {
-    80: KernelTile(128, 128, 8, 3),
-    89: KernelTile(128, 128, 8, 3),
-    90: KernelTile(128, 256, 8, 4),
-    100: KernelTile(128, 128, 8, 3),
-    120: KernelTile(128, 128, 8, 3),
-}
+# Tiles of XAttention's scores, groups of queries and of keys: on sm_90, and on all others. They serve any head dim.
+_ANTIDIAGONAL_HOPPER, _ANTIDIAGONAL = KernelTile(128, 256, 8, 4), KernelTile(128, 128, 8, 3)
 
 
 def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block_n: int) -> KernelTile:
     """Return the first tile of the block-sparse kernel that divides such a block. Raises InputError without one."""
-    for tile in _block_sparse_tiles(head_dim, capability):
+    family = get_family(capability)
+    if family is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
+        raise InputError(
+            f"head_dim {head_dim} on {format_capability(capability)} has no block-sparse tile: "
+            "run it with the reference"
+        )
+    for tile in _OF_64 if head_dim == 64 else _OF_128[family]:
         if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
             return tile
     raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
 
 
-def skip_tile(head_dim: int, capability: Capability, rows: int, keys: int) -> KernelTile:
-    """Return the tile that a skip decides about as a whole, of exactly such a size. Raises InputError without one."""
-    for tile in _block_sparse_tiles(head_dim, capability):
-        if (tile.block_m, tile.block_n) == (rows, keys):
-            return tile
-    raise InputError(
-        f"{format_capability(capability)} has no tile of {rows} x {keys} for a skip: use 128 x 64 or 64 x 64"
-    )
-
-
-def _block_sparse_tiles(head_dim: int, capability: Capability) -> tuple[KernelTile, ...]:
-    number = get_family(capability)
-    if number is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
-        raise InputError(
-            f"head_dim {head_dim} on {format_capability(capability)} has no block-sparse tile: "
-            "run it with the reference"
-        )
-    return _BLOCK_SPARSE[number][head_dim]
+def has_kernels(q: Tensor) -> bool:
+    """Return whether kernels select blocks for these queries; otherwise plain torch does."""
+    return q.is_cuda and q.dtype in KERNEL_TYPES and get_family(get_capability(q.device)) is not None
 
 
 def antidiagonal_tile(capability: Capability) -> KernelTile:
@@ -75,4 +64,4 @@ def antidiagonal_tile(capability: Capability) -> KernelTile:
         raise InputError(
             f"{format_capability(capability)} has no tile for antidiagonal scores: select with plain torch"
         )
-    return _ANTIDIAGONAL[number]
+    return _ANTIDIAGONAL_HOPPER if number == 90 else _ANTIDIAGONAL

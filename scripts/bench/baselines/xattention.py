@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.devices import get_capability
-from s2o_runtime.sequences import KERNEL_TYPES
-from s2o_runtime.tiles import get_family
-from scripts.bench.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split, top_share
+from scripts.bench.baselines.selection import Grid, Selection, score_type, select_blocks, split, top_share
 from scripts.bench.baselines.settings import Antidiagonal
+from scripts.bench.baselines.tiles import has_kernels
 
 
 def select(q: Tensor, k: Tensor, settings: Antidiagonal, *, scale: float) -> Selection:
@@ -50,38 +49,28 @@ def head_weights(q: Tensor, k: Tensor, part: slice, grid: Grid, stride: int, sca
     Returns:
         [B, n, row blocks, key blocks].
     """
-    if q.is_cuda and q.dtype in KERNEL_TYPES:
+    if has_kernels(q):
         from scripts.bench.baselines.kernels.antidiagonal import antidiagonal_mass  # imports triton
 
-        here = get_capability(q.device)
-        if get_family(here) is not None:
-            return antidiagonal_mass(q, k, part, grid, stride, scale, here)
+        return antidiagonal_mass(q, k, part, grid, stride, scale, get_capability(q.device))
     group, heads = q.shape[1] // k.shape[1], range(part.start, part.stop)
     return torch.stack([block_weights(q[:, h], k[:, h // group], grid, stride, scale) for h in heads], 1)
 
 
 def block_weights(q: Tensor, k: Tensor, grid: Grid, stride: int, scale: float) -> Tensor:
     """`head_weights` of one head in plain torch, [B, row blocks, key blocks]; q: [B, Lq, D], k: [B, Lk, D]."""
-    batch, q_len, _ = q.shape
+    q_len, per_row, per_column = q.shape[1], grid.block_m // stride, grid.block_n // stride
     rows = _grouped(q, stride, grid.rows * grid.block_m, last_first=True)
     keys = _grouped(k, stride, grid.columns * grid.block_n)
-    weights = torch.zeros(batch, grid.rows, grid.columns, dtype=score_type(q.dtype), device=q.device)
-    per_row, per_column = grid.block_m // stride, grid.block_n // stride
-    step = max(1, CHUNK // (batch * keys.shape[1] * per_row))  # row blocks at a time
-    for begin in range(0, grid.rows, step):
-        end = min(begin + step, grid.rows)
-        group = torch.arange(begin * per_row, end * per_row, device=q.device)[:, None]
-        seen = min(grid.columns, (grid.offset + end * grid.block_m - 1) // grid.block_n + 1)
-        key = torch.arange(seen * per_column, device=q.device) * stride
-        scores = rows[:, begin * per_row : end * per_row] @ keys[:, : seen * per_column].transpose(1, 2)
-        scores = scores.to(weights.dtype).mul_(scale / stride)
-        hidden = (key > grid.offset + group * stride + stride - 1) | (key >= grid.kv_len)
-        weight = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-        mass = split(weight, 2, per_column).sum(-1)  # [B, groups, key blocks]
-        real = group * stride < q_len
-        mass = split(mass.mul_(real), 1, per_row).sum(2)
-        weights[:, begin:end, :seen] = mass / real.view(-1, per_row).sum(1)[:, None]
-    return weights
+    group = torch.arange(grid.rows * per_row, device=q.device)[:, None]
+    key = torch.arange(grid.columns * per_column, device=q.device) * stride
+    scores = (rows @ keys.transpose(1, 2)).to(score_type(q.dtype)).mul_(scale / stride)
+    hidden = (key > grid.offset + group * stride + stride - 1) | (key >= grid.kv_len)
+    weight = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+    mass = split(weight, 2, per_column).sum(-1)  # [B, groups, key blocks]
+    real = group * stride < q_len
+    count = real.view(-1, per_row).sum(1)[:, None]
+    return split(mass.mul_(real), 1, per_row).sum(2) / count
 
 
 def _grouped(x: Tensor, stride: int, length: int, last_first: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ from s2o_runtime.devices import get_capability, is_interpreted
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import group_strides, launch, list_strides
 from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, head_pointer, online_softmax_update
-from scripts.bench.baselines.tiles import block_sparse_tile, skip_tile
+from scripts.bench.baselines.tiles import block_sparse_tile
 
 if TYPE_CHECKING:
     from scripts.bench.baselines.selection import Selection
@@ -37,7 +37,6 @@ class BlockLists(NamedTuple):
     blocks: Tensor
     counts: Tensor
     key_order: Tensor | None
-    row_order: Tensor | None
     pruned: Tensor | None
 
 
@@ -71,10 +70,6 @@ class BlockSparseMode(NamedTuple):
     """The options that the baselines' kernel is compiled with; `_block_sparse` says what each changes."""
 
     KEYS_MOVED: bool
-    ROWS_MOVED: bool
-    SKIPS: bool
-    SKIPS_SUM: bool
-    HAS_LEFT_OUT: bool
     HAS_MEANS: bool
 
 
@@ -82,82 +77,39 @@ class BlockSparseMode(NamedTuple):
 CONSTANTS: dict[str, Any] = {"SIZES": BlockSparseSizes, "MODE": BlockSparseMode}
 
 
-@triton.jit
-def _absorb_or_skip(
-    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real, limit, SKIPS_SUM: tl.constexpr
-):  # fmt: skip
-    """`primitives.absorb`, or less of it for a tile whose scores are all far below the rows' largest ones.
-
-    real: bool [BM], the rows that count; limit: not above 0, in base 2. The product with v of a tile is left out if
-    every score of the rows that are `real` is below the row's maximum, this tile included, by more than -limit
-    (SpargeAttn); with SKIPS_SUM its weights are left out of l too, and not computed (BLASST). The other arguments are
-    those of `absorb`.
-    Returns the new m, l and acc, and whether the product was left out, 0 or 1.
-    """
-    scores = tl.dot(q, k, input_precision="ieee")
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.max(scores, 1) * qk_scale
-    m_new = tl.maximum(m, highest)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new  # as in `absorb`
-    # Compared and not subtracted: `highest` is a product, and a compiler fuses a product and a difference into one
-    # operation that rounds once. Its result at a row's own maximum is the product's rounding error in place of 0, half
-    # the time below a limit of 0.
-    kept = tl.where(highest < m_safe + limit, 0, tl.where(real, 1, 0))  # a nan keeps its tile
-    # reduced as one row: Triton's layout pass for tensor memory fails on a plain vector
-    left_out = 1 - tl.max(tl.reshape(kept, [1, kept.shape[0]]))
-    if SKIPS_SUM:
-        if left_out == 0:  # otherwise no row has a new maximum, so l and acc need no decay
-            weights = tl.exp2(scores * qk_scale - m_safe[:, None])
-            decay = tl.exp2(m - m_safe)
-            l = l * decay + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    else:
-        weights = tl.exp2(scores * qk_scale - m_safe[:, None])
-        decay = tl.exp2(m - m_safe)
-        l = l * decay + tl.sum(weights, 1)
-        if left_out == 0:
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return m_new, l, acc, left_out
-
-
 @triton.jit(
     do_not_specialize=[
-        "group", "q_len", "kv_len", "row_unit", "key_unit", "stride_lb", "stride_lh", "stride_lr", "stride_cb",
-        "stride_ch", "stride_pb", "stride_ph", "stride_rb", "stride_rh", "stride_xb", "stride_xh", "stride_xr",
+        "group", "q_len", "kv_len", "key_unit", "stride_lb", "stride_lh", "stride_lr", "stride_cb",
+        "stride_ch", "stride_pb", "stride_ph", "stride_xb", "stride_xh", "stride_xr",
     ]
 )  # fmt: skip
 def _block_sparse(
-    Q, K, V, LISTS: BlockLists, MEANS: BlockMeans, OUT, LEFT_OUT,
-    qk_scale, limit, group, q_len, kv_len, row_unit, key_unit,
+    Q, K, V, LISTS: BlockLists, MEANS: BlockMeans, OUT,
+    qk_scale, group, q_len, kv_len, key_unit,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_m: Strides,
-    stride_lb, stride_lh, stride_lr, stride_cb, stride_ch, stride_pb, stride_ph, stride_rb, stride_rh,
-    stride_xb, stride_xh, stride_xr,
+    stride_lb, stride_lh, stride_lr, stride_cb, stride_ch, stride_pb, stride_ph, stride_xb, stride_xh,
+    stride_xr,
     SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row tile over its row block's list of key blocks.
 
-    The softmax is that of `primitives.absorb`, or with SKIPS of `_absorb_or_skip`, over the listed keys, then over the
-    blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; H; B), where H is Hq /
-    PACKED: row r is query r // PACKED of head r % PACKED of those of a program. T is the input type. Constants are the
-    fields of SIZES and MODE (`BlockSparseSizes`, `BlockSparseMode`); a tensor with the name of a constant
-    behind it is read or written only if that constant is true, and may be absent otherwise.
+    The softmax is over the listed keys, then over the blocks on the diagonal with a causal mask. Programs: (row tiles,
+    the last ones first; H; B), where H is Hq / PACKED: row r is query r // PACKED of head r % PACKED of those of a
+    program. T is the input type. Constants are the fields of SIZES and MODE (`BlockSparseSizes`, `BlockSparseMode`); a
+    tensor with the name of a constant behind it is read only if that constant is true, and may be absent otherwise.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
         K, V                T [B, Hkv, Lk, D], strides k and v, permuted as LISTS.key_order says
         LISTS.blocks        int32 [B, H, row blocks, width], strides l: key blocks of each row block, boundary last
         LISTS.counts        int32 [B, H, row blocks], strides c: how many of them count
         LISTS.key_order     int32 [B, Hkv, Lk], strides p: the position of each permuted key (KEYS_MOVED)
-        LISTS.row_order     int32 [B, Hq, Lq], strides r: the query of each permuted row (ROWS_MOVED)
         LISTS.pruned        int8 [B, H, row blocks, key blocks], strides x: 1 for whole blocks that are not listed
                             (HAS_MEANS)
         MEANS.mean_keys, .mean_values
                             T [B, Hkv, key blocks, D], strides m: what stands for each key of those (HAS_MEANS)
-        LEFT_OUT            int32 [B, Hq, row tiles]: how many tiles of chosen blocks were left out of the product with
-                            v (HAS_LEFT_OUT)
 
-    qk_scale: the scores' scale times log2(e); limit: of the skip, in base 2; group: query heads of a KV head; row_unit,
-    key_unit: rows and keys that are permuted among one another (`selection.Grid`).
+    qk_scale: the scores' scale times log2(e); group: query heads of a KV head; key_unit: keys
+    that are permuted among one another (`selection.Grid`).
     """
     D: tl.constexpr = SIZES.D
     BM: tl.constexpr = SIZES.BM
@@ -182,8 +134,6 @@ def _block_sparse(
     rows = row0 + tl.arange(0, BM)
     real = rows < q_len * PACKED
     query = rows // PACKED
-    if MODE.ROWS_MOVED:
-        query = tl.load(LISTS.row_order + b * stride_rb + h * stride_rh + rows, mask=real, other=0)
     position = offset + query
     q_row = query.to(tl.int64)[:, None]
     q_head = (h * PACKED + rows % PACKED)[:, None] if PACKED > 1 else h
@@ -198,9 +148,8 @@ def _block_sparse(
     acc = tl.zeros([BM, D], tl.float32)
 
     # where the diagonal begins and ends for this row block; `Grid.full` and `Grid.visible`
-    first_row = i * BLOCK_M // row_unit * row_unit
-    first = offset + first_row // PACKED
-    last = tl.minimum(offset + (first_row + row_unit - 1) // PACKED, kv_len - 1)
+    first = offset + i * BLOCK_M // PACKED
+    last = tl.minimum(offset + (i * BLOCK_M + BLOCK_M - 1) // PACKED, kv_len - 1)
     begin = (first + 1) // key_unit * key_unit
     end = tl.minimum((last // key_unit + 1) * key_unit, kv_len)
     boundary = (end - begin + BLOCK_N - 1) // BLOCK_N
@@ -229,17 +178,11 @@ def _block_sparse(
     chosen = tl.load(LISTS.counts + b * stride_cb + h * stride_ch + i) - boundary
     blocks = LISTS.blocks + b * stride_lb + h * stride_lh + i * stride_lr
     PER_BLOCK: tl.constexpr = BLOCK_N // BN
-    left_out = 0
     for t in tl.range(0, chosen * PER_BLOCK, num_stages=STAGES):
         key = (tl.load(blocks + t // PER_BLOCK) * BLOCK_N + t % PER_BLOCK * BN).to(tl.int64)
         k = tl.load(k_tile + key * stride_k.row)
         v = tl.load(v_tile + key * stride_v.row)
-        if MODE.SKIPS:
-            m, l, acc, low = _absorb_or_skip(q, k, v, m, l, acc, qk_scale, True, False, real, limit, MODE.SKIPS_SUM)
-            if MODE.HAS_LEFT_OUT:
-                left_out += low
-        else:
-            m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False)
+        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False)
 
     for t in tl.range(0, (end - begin + BN - 1) // BN, num_stages=1):
         j = begin + t * BN
@@ -252,20 +195,15 @@ def _block_sparse(
         k = tl.load(k_tile + j.to(tl.int64) * stride_k.row, mask=exists[None, :], other=0.0)
         v = tl.load(v_tile + j.to(tl.int64) * stride_v.row, mask=exists[:, None], other=0.0)
         visible = key_position[None, :] <= position[:, None]
-        if MODE.SKIPS:
-            m, l, acc, _ = _absorb_or_skip(q, k, v, m, l, acc, qk_scale, visible, True, real, limit, MODE.SKIPS_SUM)
-        else:
-            m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, visible, True)
+        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, visible, True)
 
     out = head_pointer(OUT, stride_o, b, q_head) + q_row * stride_o.row + offs_d[None, :]
     tl.store(out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
-    if MODE.HAS_LEFT_OUT:
-        tl.store(LEFT_OUT + (b * tl.num_programs(1) + h) * tl.num_programs(0) + tile, left_out)
 
 
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, means: tuple[Tensor, Tensor] | None, selection: Selection, scale: float,
-    out: Tensor, left_out: Tensor | None,
+    out: Tensor,
 ) -> None:  # fmt: skip
     """Attention of a layer over what a selection lists.
 
@@ -277,38 +215,27 @@ def block_sparse_attention(
         selection: of blocks.
         scale: multiplies the scores.
         out: [B, Hq, Lq, D], to write.
-        left_out: float64 [Hq], to write: the pairs that the selection's skip leaves out of the product with v, among
-            blocks that all rows see; None if they are not wanted.
 
     Raises:
         InputError: the kernel has no tile for the head dim, the GPU or the selection's blocks.
     """
     here = INTERPRETED if is_interpreted() else get_capability(q.device)
-    grid, skip, heads = selection.grid, selection.skip, q.shape[1] // selection.grid.packed
-    if skip is None:
-        tile = block_sparse_tile(q.shape[3], here, grid.block_m, grid.block_n)
-    else:  # it decides about tiles of one size, on every GPU
-        tile = skip_tile(q.shape[3], here, skip.rows, skip.keys)
+    grid, heads = selection.grid, q.shape[1] // selection.grid.packed
+    tile = block_sparse_tile(q.shape[3], here, grid.block_m, grid.block_n)
     row_tiles = -(-grid.q_len * grid.packed // tile.block_m)
     pruned = None if selection.pruned is None else selection.pruned.view(torch.int8)
-    counts = None
-    if left_out is not None and skip is not None:
-        counts = torch.empty(q.shape[0], heads, row_tiles, dtype=torch.int32, device=q.device)
     launch(
         _block_sparse,
         (row_tiles, heads, q.shape[0]),
         {
-            "Q": q, "K": k, "V": v, "OUT": out, "LEFT_OUT": counts,
-            "LISTS": BlockLists(
-                selection.blocks, selection.counts, selection.key_order, selection.row_order, pruned
-            ),
+            "Q": q, "K": k, "V": v, "OUT": out,
+            "LISTS": BlockLists(selection.blocks, selection.counts, selection.key_order, pruned),
             "MEANS": BlockMeans(*(means or (None, None))),
-            "qk_scale": scale * LOG2E, "limit": 0.0 if skip is None else skip.limit * LOG2E,
-            "group": q.shape[1] // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit,
+            "qk_scale": scale * LOG2E, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len,
             "key_unit": grid.key_unit,
             **group_strides(q=q, k=k, v=v, o=out, m=k if means is None else means[0]),
             **list_strides("bhr", l=selection.blocks, x=pruned),
-            **list_strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order),
+            **list_strides("bh", c=selection.counts, p=selection.key_order),
         },
         {
             "SIZES": BlockSparseSizes(
@@ -316,21 +243,13 @@ def block_sparse_attention(
                 STAGES=tile.stages, PACKED=grid.packed, BC=MEANS_AT_ONCE, MEAN_STAGES=MEAN_STAGES,
             ),
             "MODE": BlockSparseMode(
-                KEYS_MOVED=selection.key_order is not None, ROWS_MOVED=selection.row_order is not None,
-                SKIPS=skip is not None, SKIPS_SUM=skip is not None and skip.sum_too,
-                HAS_LEFT_OUT=counts is not None, HAS_MEANS=means is not None,
+                KEYS_MOVED=selection.key_order is not None, HAS_MEANS=means is not None
             ),
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
-    if left_out is not None:
-        left_out.zero_()
-        if counts is not None:
-            first_row = torch.arange(0, row_tiles * tile.block_m, tile.block_m, device=q.device)
-            rows = (grid.q_len - first_row).clamp_max(tile.block_m)
-            left_out.copy_((counts.double() * rows).sum((0, 2)) * tile.block_n)
 
 
 @triton.jit(do_not_specialize=["length", "blocks"])

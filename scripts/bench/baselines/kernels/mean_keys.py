@@ -152,7 +152,8 @@ def _choose(
     largest = float("-inf")
     for c in tl.range(0, visible, BC):
         column = c + tl.arange(0, BC)
-        largest = tl.maximum(largest, tl.max(tl.load(mass + column, mask=column < visible, other=float("-inf")), 0))
+        weight = tl.load(mass + column, mask=column < visible, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(weight, 0))
     everything = i >= row_blocks - last
     count = 0
     for c in tl.range(0, visible, BC):
