@@ -1,13 +1,19 @@
-"""Writing files atomically."""
+"""Write files atomically, and name their contents."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import tempfile
 from pathlib import Path
 
 from .errors import ConfigError
+
+
+def hash_file(path: Path) -> str:
+    """Return the first 16 digits of the SHA-256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def resolve_destination(path: Path) -> Path:

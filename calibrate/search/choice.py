@@ -23,10 +23,9 @@ from calibrate.search.allocate import (
 )
 from calibrate.timing import Timing
 from s2o_runtime.config import LOOKBACK, LayerConfig, Tail, TileConfig
+from s2o_runtime.monitor.drift import HEAD_CAP
 
 log = logging.getLogger("calibrate")
-
-HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 
 
 class CalibrationDense(Enum):

@@ -33,19 +33,19 @@ class SplitRequests:
         starts: Sequence[int],
         lengths: Sequence[int],
         own_reasons: Sequence[DenseReason | None] = (),
-        count_left: Callable[[int, int], int | None] = lambda queries, keys: None,
+        lefts: Sequence[int | None] = (),
         count_last_rows: Callable[[int, int, int | None], int] = lambda queries, keys, left: 0,
     ) -> SplitRequests:
         """Take the last rows of N server's requests apart.
 
         starts: N + 1 positions, the first row of each request, and the end; lengths: N numbers of keys, those of the
-        queries included; own_reasons: `Request.own_reason` of each, empty if none has one; count_left: counts the
-        tokens of a request's prompt behind its queries, None if unknown; count_last_rows: as `RankProfile` has it.
+        queries included; own_reasons: `Request.own_reason` of each, empty if none has one; lefts: the tokens of each
+        one's prompt behind its queries, None if unknown, or empty; count_last_rows: as `RankProfile` has it.
         """
         split: list[tuple[int, int, Request, int, int]] = []
         for index, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
             reason = own_reasons[index] if own_reasons else None
-            left = count_left(end - begin, keys) if end > begin else None
+            left = lefts[index] if lefts and end > begin else None
             last = count_last_rows(end - begin, keys, left) if end > begin else 0
             first, is_unread = end - begin - last, left is not None and left + last > 0
             if first or not last:
@@ -175,8 +175,11 @@ class Batch:
     """A batch, some of whose requests S2O may compute; a sparse slice of it has at most `max_keys`.
 
     The parts of it that depend on a layer only through the requests that S2O computes are made once and kept: the plan,
-    the tensors of sparse slices, and what `build_part` makes for the stock backend of the slices between them.
+    the tensors of sparse slices, and what `build_part` makes for the stock backend of the slices between them. `names`
+    are the server's for its requests, as far as they are known.
     """
+
+    names: Sequence[str | None] = ()
 
     def __init__(
         self, split: SplitRequests, fit: RankProfile, max_keys: int, build_part: Callable[[BatchSlice], Any]

@@ -49,7 +49,7 @@ def sizes(draw):
 def test_every_row_is_planned_once_and_for_whom_it_should(batch):
     queries, keys, reasons, last, left = batch
     split = SplitRequests.from_batch(
-        [0, *accumulate(queries)], keys, reasons, lambda count, keys: left, lambda count, keys, left: min(count, last)
+        [0, *accumulate(queries)], keys, reasons, [left] * len(keys), lambda count, keys, left: min(count, last)
     )
     by_request = [[] for _ in queries]
     for index, request, (begin, end), earlier, later in zip(

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from s2o_runtime.config import HeadConfig, LayerConfig
-from s2o_runtime.monitor.counters import EARLY, Counters
+from s2o_runtime.dense_reason import DenseReason
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving import attend as self_test
-from s2o_runtime.serving.attend import FEWEST_ROWS, UNTESTED
+from s2o_runtime.serving.attend import FEWEST_ROWS
 from s2o_runtime.serving.fit import TEST_KEYS, Rank
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, check_close, dense, two_layers
 
+UNTESTED = DenseReason.UNTESTED
 EXHAUSTIVE = pytest.mark.exhaustive(reason="both servers share what is tested")
 ON_CPU = ("s2o", "reference backend")
 
@@ -113,10 +115,10 @@ def add_prompt(engine, layer):
 )
 @pytest.mark.parametrize("untested", ["vllm", pytest.param("sglang", marks=EXHAUSTIVE)], indirect=True)
 def test_a_profile_whose_layers_are_swapped_is_noticed_within_its_first_prompts(swapped, untested, caplog):
-    """Though drift is only warned about."""
     server = served(of_two_kinds(swapped))
     for layer in server.fit.layers:
-        layer.drift = DriftMonitor(DriftCheck(every=1, trial=EARLY), layer.layer, ErrorLimits("rel_mse", {300: 1e-3}))
+        check = DriftCheck(every=1, action="dense")
+        layer.drift = DriftMonitor(check, layer.layer, ErrorLimits("rel_mse", {300: 1e-3}))
     for number in range(2):
         engine = untested(server=server)
         for request in [add_prompt(engine, number) for _ in range(10)]:

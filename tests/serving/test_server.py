@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +14,14 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
-from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
-from s2o_runtime.monitor.drift import read_error_limits
+from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters, PrometheusCollector
+from s2o_runtime.monitor.drift import HEAD_CAP, DriftCheck, read_error_limits
 from s2o_runtime.profile import load_profile, save_profile
 from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Settings
 from s2o_runtime.sglang import engine as sglang
+from s2o_runtime.version import __version__
 from s2o_runtime.vllm import engine as vllm
 from support.fake_server import context
 from support.modules import put_modules
@@ -144,16 +146,15 @@ def test_the_last_layer_skips_rows_under_a_budget_of_answers_where_nothing_else_
     assert server.obstacle == (None if computed else DenseReason.POOLING)
 
 
-def test_the_demos_limits_are_checked_on_one_rank(info_log):
-    server = started(rank=Rank())
+@pytest.mark.parametrize(("ranks", "share"), [(1, 1.0), (2, 2.0), (4, HEAD_CAP)])
+def test_each_rank_checks_what_its_heads_may_err_and_turns_layers_dense(ranks, share):
+    """No head of a profile may spend more than `HEAD_CAP` times its part of the layer's budget."""
+    server = started(rank=Rank(ranks - 1, ranks))
     assert {layer.layer for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     check = server.fit.layers[0].drift.check
-    assert (check.action, check.trial) == ("warn", EARLY)
-    assert check.trial < check.after
-    assert not started(given={"drift": "off"}, rank=Rank()).counters.drift
-    assert "a rank of several sees" not in info_log.text
-    assert not started().counters.drift
-    assert "a rank of several sees its own heads only" in info_log.text
+    assert (check.action, check.every, check.margin) == ("dense", 1, share * DriftCheck().margin)
+    assert started(given={"drift": "warn"}).fit.layers[0].drift.check.action == "warn"
+    assert not started(given={"drift": "off"}).counters.drift
 
 
 def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
@@ -293,7 +294,7 @@ def test_counters_say_where_rows_went(info_log):
     counters = Counters(log_every=1e-9)
     assert counters.summary() == "no rows yet"
     for layer, path, reason, rows in ((0, "s2o", "long", 300), (1, "s2o", "long", 500), (1, "dense", "decode", 200)):
-        counters.add(layer, path, reason, rows)
+        counters.add(layer, {(path, reason): rows})
     assert counters.shares() == {("s2o", "long"): 0.8, ("dense", "decode"): 0.2}
     for is_prompt, early in ((False, 1), (True, EARLY)):
         wanted = [counters.is_sampled(1 + is_prompt, is_prompt) for _ in range(2 * SAMPLED_EVERY)]
@@ -326,18 +327,59 @@ def test_every_process_has_a_port_of_its_own(server, apart):
     assert sorted(processes) == list(range(12))
 
 
-def test_prometheus_collects_the_counters():
-    pytest.importorskip("prometheus_client", reason="vLLM brings it")
-    from s2o_runtime.monitor.counters import PrometheusCollector
+class Family:
+    """A metric of prometheus_client's."""
 
+    def __init__(self, name, meaning, labels):
+        self.name, self.labels, self.samples = name, labels, []
+
+    def add_metric(self, values, number):
+        self.samples.append((dict(zip(self.labels, values, strict=True)), number))
+
+
+def collected(monkeypatch, counters):
+    """What Prometheus is told, by the metric's name, without the rank."""
+    families = {"CounterMetricFamily": Family, "GaugeMetricFamily": Family}
+    put_modules(monkeypatch, {"prometheus_client.core": families})
+    metrics = list(PrometheusCollector(counters, {"rank": "1"}).collect())
+    assert {labels.pop("rank") for metric in metrics for labels, _ in metric.samples} == {"1"}
+    return {metric.name: metric.samples for metric in metrics if metric.samples}
+
+
+def test_prometheus_knows_what_runs_before_any_traffic(monkeypatch):
+    given = {"mode": "shadow", "shadow_every": 4}
+    server = started(given=given)
+    assert server.counters.shadow_every == 4
+    build = {"version": __version__, "profile": sha256(DEMO.read_bytes()).hexdigest()[:16], "mode": "shadow"}
+    metrics = collected(monkeypatch, server.counters)
+    assert (metrics["s2o_build_info"], metrics["s2o_enabled"]) == ([(build, 1)], [({}, True)])
+    for layer in server.fit.layers:
+        layer.refuse("for the test")
+    off = started(kv_cache_dtype="fp8"), server, started(given={"off_file": str(DEMO)})
+    assert [collected(monkeypatch, server.counters)["s2o_enabled"] for server in off] == [[({}, False)]] * 3
+
+
+def test_prometheus_collects_the_counters_of_faults_too(monkeypatch):
     counters, cpu = Counters(), torch.device("cpu")
-    counters.add(3, "s2o", "long", 300)
+    fault = counters.count_fault(-1, ValueError("y."))
+    counters.add(3, {("s2o", "long"): 300, ("dense", DenseReason.DECODE): 7, ("dense", fault): 8, ("dense", "x"): 9})
     counters.end(3, "s2o", counters.begin(3, "s2o", cpu), cpu)
-    rows, density, error, calls, seconds = PrometheusCollector(counters, {"rank": "1"}).collect()
-    (sample,) = rows.samples
-    assert (sample.name, sample.value) == ("s2o_rows_total", 300)
-    assert sample.labels == {"rank": "1", "layer": "3", "path": "s2o", "reason": "long"}
-    assert density.samples == error.samples == []
-    assert [(sample.name, sample.value) for sample in calls.samples] == [("s2o_calls_total", 1)]
-    assert seconds.samples[0].labels == {"rank": "1", "layer": "3", "path": "s2o"}
-    assert seconds.samples[0].value > 0
+    counters.count_requests("ab")
+    counters.compare(3, torch.ones(4), torch.full((4,), 2.0))
+    counters.drift[3] = SimpleNamespace(verdict="too much", numbers=lambda: None)
+    metrics = collected(monkeypatch, counters)
+    ((_, seconds),) = metrics.pop("s2o_call_seconds")
+    assert seconds > 0
+    layer = {"layer": "3"}
+    rows = [("s2o", "long", "computed", 300), ("dense", "decode", "decode", 7), ("dense", fault, "fault", 8)]
+    rows.append(("dense", "x", "unsupported", 9))
+    assert metrics == {
+        "s2o_build_info": [({"version": "", "profile": "", "mode": ""}, 1)],
+        "s2o_enabled": [({}, True)],
+        "s2o_requests": [({}, 2)],
+        "s2o_faults": [({"layer": "-1", "error": "ValueError"}, 1)],
+        "s2o_drift_verdict": [(layer, True)],
+        "s2o_shadow_error": [(layer, 0.25)],
+        "s2o_rows": [(layer | {"path": path, "reason": why, "code": code}, count) for path, why, code, count in rows],
+        "s2o_calls": [(layer | {"path": "s2o"}, 1)],
+    }
