@@ -360,9 +360,9 @@ class PrometheusCollector:
         counters, layer, call = self._counters, ("layer",), ("layer", "path")
         # a reason's sentence may change with a version or a profile; its code stays
         others, rows = {"s2o": "computed", "dense": "unsupported"}, dict[tuple[object, ...], int]()
-        for row, count in counters.rows.items():
-            reason = DenseReason.from_sentence(row[2])
-            rows[(*row, reason.name.lower() if reason else others[row[1]])] = count
+        for (index, path, sentence), count in counters.rows.items():
+            reason = DenseReason.from_sentence(sentence)
+            rows[index, path, sentence, reason.name.lower() if reason else others[path]] = count
         verdicts = {layer: monitor.verdict is not None for layer, monitor in counters.drift.items()}
         errors = {layer: float(torch.stack(kept).mean()) for layer, kept in counters.shadow_errors.items()}
         metrics = (

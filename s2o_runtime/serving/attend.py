@@ -172,11 +172,16 @@ def run_self_test(call: LayerCall, layer: ServedLayer, batch: Batch, span: Batch
     arguments = make_call(span, edges.clamp_min(span.begin), seq_lens, table, pages[0].shape[1])
     backend: Backend = "triton" if query.is_cuda else "reference"
     ours = s2o_attention_paged(query, *pages, config, **arguments, scale=call.scale, backend=backend)
-    truth = output[span.rows].double()
-    errors = (ours.double() - truth).square().mean((0, 2)) / truth.square().mean((0, 2)).clamp_min(1e-30)
+    errors = measure_difference(ours, output[span.rows], (0, 2))
     allowed = ALLOWED_FP8 if pages[0].dtype in FP8_TYPES else ALLOWED.get(query.dtype, ALLOWED_ROUNDED)
     # not <= rather than >: a NaN is wrong too
     wrong = [f"{head} ({error:.1e})" for head, error in enumerate(errors.tolist()) if not error <= allowed]
     if wrong:
         sentence = f"{', '.join(wrong)}, expected at most {allowed:g} of a head's mean square"
         layer.refuse(DenseReason.SELF_TEST.fill_in(sentence))
+
+
+def measure_difference(ours: Tensor, truth: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
+    """Return the mean squared difference over the mean square of `truth`, taken over some dims or all; float64."""
+    truth = truth.double()
+    return (ours.double() - truth).square().mean(dims) / truth.square().mean(dims).clamp_min(1e-30)
