@@ -32,7 +32,7 @@ class DenseReason(str, Enum):
     HOST = "so little work that the host would decide, not the GPU"
     UNTESTED = "the layer has not passed its self-test yet"
     SELF_TEST = "its self-test failed: without a threshold S2O differs from the stock backend in heads {}"
-    DRIFT = "the drift check has turned the layer off: {}"
+    DRIFT = "{}"  # the drift check's verdict
     FAULT = "S2O failed: {}"
     SWITCHED_OFF = "S2O is switched off"
     OPTED_OUT = "the request asks for dense attention"

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from .errors import ConfigError
 
+DIGEST = 16  # hexadecimal digits of a SHA-256 that name a content
+
 
 def hash_file(path: Path) -> str:
-    """Return the first 16 digits of the SHA-256 of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    """Return the digest of a file's bytes, by which metrics and results name a profile."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]
 
 
 def resolve_destination(path: Path) -> Path:

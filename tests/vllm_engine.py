@@ -98,7 +98,9 @@ def main(profile: str, model: str, name: str) -> int:
         check_counters(case, get_server().counters)
         dense = SamplingParams(temperature=0, max_tokens=5, extra_args={"s2o": "off"})
         first, second = (engine.generate(prompts[:1], dense)[0].num_cached_tokens for _ in range(2))
-        print(f"{name}: a request that opts out finds {first} tokens in the cache, then {second} of its own", flush=True)
+        print(
+            f"{name}: a request that opts out finds {first} tokens in the cache, then {second} of its own", flush=True
+        )
         assert first == 0 < second
     texts = [answer.outputs[0].text for answer in answers]
     return report(name, codes, texts, [answer.num_cached_tokens for answer in answers], seconds)
@@ -115,7 +117,9 @@ def check_counters(case: EngineCase, counters: Any) -> None:
     """Rows by path and reason: some of S2O, unless it fails, of the stock backend, and of prompts' ends."""
     rows = counters.shares()
     if case.faults:
-        assert len({error for _, error in counters.faults}) == 4, f"S2O failed otherwise than it should: {counters.faults}"
+        assert len({error for _, error in counters.faults}) == 4, (
+            f"S2O failed otherwise than it should: {counters.faults}"
+        )
         return
     assert not counters.faults
     assert any(path == "s2o" for path, _ in rows), "no row was computed by S2O"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -204,7 +204,7 @@ def _read_clock(device: torch.device) -> Moment:
 
 SAMPLED_EVERY = 256  # sparse calls of a layer: the density of one of them is kept
 EARLY = 15  # and of each of the first prompts, so that a layer with the settings of another shows soon
-REMEMBERED = 4096  # requests that were counted last
+REMEMBERED = 1024  # requests that were counted last: more than a server reads at a time
 
 T = TypeVar("T")
 
@@ -227,7 +227,7 @@ class Counters:
     shadow_errors: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # of each layer
     meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))  # where S2O may have a part
     last_logged: float = field(default_factory=time.monotonic)
-    _requests: dict[str | None, None] = field(default_factory=dict)  # the last ones
+    _requests: deque[str | None] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _timed: Counter[tuple[int, str]] = field(default_factory=Counter)
     # Batches that the stock backend computed, and their rows, by layers and reason: one entry a batch, because such
@@ -259,10 +259,9 @@ class Counters:
         batches[1] += rows
         self.log_summary()
 
-    def add(self, layer: int, rows: Mapping[tuple[str, str], int]) -> None:
-        """Count query rows of a layer by path and reason."""
-        for (path, reason), count in rows.items():
-            self._rows[layer, path, reason] += count
+    def add(self, layer: int, path: str, reason: str, rows: int) -> None:
+        """Count query rows of a layer."""
+        self._rows[layer, path, reason] += rows
 
     def count_fault(self, layer: int, error: Exception) -> FormattedReason:
         """Count and log an exception of S2O's; return it as the reason why the stock backend answers."""
@@ -273,10 +272,9 @@ class Counters:
     def count_requests(self, names: Iterable[str | None]) -> None:
         """Count the requests of a batch that S2O has a part in, each in its first one; None is of unknown ones."""
         for name in names:
-            self.requests += name not in self._requests
-            self._requests[name] = None
-        while len(self._requests) > REMEMBERED:
-            del self._requests[next(iter(self._requests))]
+            if name not in self._requests:
+                self._requests.append(name)
+                self.requests += 1
 
     def compare(self, layer: int, ours: Tensor, truth: Tensor) -> None:
         """Keep the error of what S2O computed beside the stock backend; without a copy, which overwrites `ours`."""
@@ -364,10 +362,10 @@ class PrometheusCollector:
             reason = DenseReason.from_sentence(sentence)
             rows[index, path, sentence, reason.name.lower() if reason else others[path]] = count
         verdicts = {layer: monitor.verdict is not None for layer, monitor in counters.drift.items()}
-        errors = {layer: float(torch.stack(kept).mean()) for layer, kept in counters.shadow_errors.items()}
+        errors = {layer: float(torch.stack(kept).mean()) for layer, kept in list(counters.shadow_errors.items())}
+        build, enabled = ("version", "profile", "mode"), {counters.build: counters.is_enabled()}
         metrics = (
-            (GaugeMetricFamily, "s2o_build_info", "What runs", ("version", "profile", "mode"), {counters.build: 1}),
-            (GaugeMetricFamily, "s2o_enabled", "1 if any prompt may run S2O", (), {(): counters.is_enabled()}),
+            (GaugeMetricFamily, "s2o_enabled", "1 if any prompt may run S2O", build, enabled),
             (CounterMetricFamily, "s2o_requests", "Requests with rows of S2O's", (), {(): counters.requests}),
             (CounterMetricFamily, "s2o_faults", "Exceptions of S2O's", ("layer", "error"), counters.faults),
             (GaugeMetricFamily, "s2o_drift_verdict", "1 if the drift check found too much", layer, verdicts),

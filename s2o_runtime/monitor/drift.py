@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..call import PLAIN, Scoring, cap_scores, softmax
+from ..dense_reason import DenseReason
 from ..errors import ConfigError, ProfileError
 from ..fields import Rule, check_fields, validated_field
 from ..profile import Profile
@@ -224,8 +225,8 @@ class DriftMonitor:
         host, checks, event = self._sent
         if event is not None and not event.query():  # type: ignore[no-untyped-call]
             return
-        self.verdict = _find_problem(host.tolist(), checks, self.check, self.allowed.unit)
-        if self.verdict is not None:
+        if problem := _find_problem(host.tolist(), checks, self.check, self.allowed.unit):
+            self.verdict = DenseReason.DRIFT.fill_in(problem)
             then = "it runs dense from now on" if self.check.action == "dense" else "it goes on"
             log.warning("layer %d: %s: %s; calibrate with prompts like these", self.layer, self.verdict, then)
 

@@ -8,7 +8,6 @@ scale of the scores, and masks or biases that only the stock backend applies.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,50 +57,51 @@ def attend(call: LayerCall) -> Any:
     The stock backend computes a layer until the first prompt that is long enough has tested it, and from the first
     exception on that S2O raises in it. A rank does so on its own: it computes its own heads, without a collective.
     """
-    layer, batch, rows, counters = call.layer, call.batch, call.rows, call.counters
+    layer, batch, counters = call.layer, call.batch, call.counters
     if isinstance(layer, str) or isinstance(batch, str):
         reason = next(part for part in (layer, batch) if isinstance(part, str))  # whose type metrics read
-        counters.count_stock_batch((call.number,), reason, rows)
+        counters.count_stock_batch((call.number,), reason, call.rows)
         return call.run_stock()
     try:
-        answer, counted = _attend(call, layer, batch)
+        return _attend(call, layer, batch)
     except Exception as error:  # whatever it is: the stock backend can answer, and overwrites all rows
-        reason = counters.count_fault(call.number, error)
-        layer.refuse(reason)
-        answer = counters.call_stock(call.number, call.query.device, call.run_stock)
-        counted = Counter[Key]({("dense", reason): rows})
-    counters.add(call.number, counted)
-    counters.log_summary()
-    return answer
+        layer.refuse(reason := counters.count_fault(call.number, error))
+        counters.add(call.number, "dense", reason, call.rows)  # of this call some are counted twice
+        return _run_stock(call)
 
 
-def _attend(call: LayerCall, layer: ServedLayer, batch: Batch) -> tuple[Any, Counter[Key]]:
-    """Compute a call that S2O may have a part in; return the server's answer, and rows by path and reason."""
-    rows, counters = call.rows, call.counters
+def _run_stock(call: LayerCall) -> Any:
+    """Let the stock backend compute all rows, and time it; return the server's answer."""
+    return call.counters.call_stock(call.number, call.query.device, call.run_stock)
+
+
+def _attend(call: LayerCall, layer: ServedLayer, batch: Batch) -> Any:
+    """Compute a call that S2O may have a part in; return the server's answer."""
+    counters = call.counters
     slices, dense_rows = batch.plan(layer)
     if slices and not layer.tested:
-        slices, dense_rows = (), {DenseReason.UNTESTED: rows}
-    counted = Counter[Key]()
+        slices, dense_rows = (), {DenseReason.UNTESTED: call.rows}
     for reason, count in dense_rows.items():
-        counted["s2o" if reason is DenseReason.UNREAD else "dense", reason] = count
+        counters.add(call.number, "s2o" if reason is DenseReason.UNREAD else "dense", reason, count)
+    counters.log_summary()
     if not slices:
         test_rows = None if layer.tested else find_test_rows(batch)
-        answer = counters.call_stock(call.number, call.query.device, call.run_stock)
+        answer = _run_stock(call)
         if test_rows is not None:
             run_self_test(call, layer, batch, test_rows, answer.view(call.query.shape))
-        return answer, counted
+        return answer
     sparse = [span for span in slices if span.is_sparse]
     pages = call.read_pages()
     if counters.shadow_every:
-        answer = counters.call_stock(call.number, call.query.device, call.run_stock)
-        counted["dense", DenseReason.SHADOW] = rows - counted.total()
+        answer = _run_stock(call)
+        counters.add(call.number, "dense", DenseReason.SHADOW, sum(span.end - span.begin for span in sparse))
         counters.shadowed[layer.layer] += 1
         if counters.shadowed[layer.layer] % counters.shadow_every == 0:
             for span in sparse:
                 truth = answer.view(call.query.shape)[span.rows]
                 _compute(call, layer, batch, span, pages, ours := torch.empty_like(truth))
                 counters.compare(layer.layer, ours, truth)
-        return answer, counted
+        return answer
     answer, out = call.make_output()
     for span in slices:
         # a view takes microseconds of the host: none where the slice is the batch
@@ -109,13 +109,13 @@ def _attend(call: LayerCall, layer: ServedLayer, batch: Batch) -> tuple[Any, Cou
         if span.is_zero:
             part.zero_()
         elif span.is_sparse:
-            counted[_compute(call, layer, batch, span, pages, part)] += span.end - span.begin
+            counters.add(call.number, *_compute(call, layer, batch, span, pages, part), span.end - span.begin)
         elif span.begin < span.end:
             counters.call_stock(call.number, call.query.device, call.run_stock_slice, span, part)
     if batch.names:
         counters.count_requests({batch.names[index] for span in sparse for index in batch.split.indices[span.requests]})
         batch.names = ()  # they are counted in the first layer
-    return answer, counted
+    return answer
 
 
 def _compute(call: LayerCall, layer: ServedLayer, batch: Batch, span: BatchSlice, pages: Pages, out: Tensor) -> Key:

@@ -88,9 +88,7 @@ class ServedLayer:
     def dense_verdict(self) -> str | None:
         """The reason why the layer is dense whatever the prompt, by a refusal or the drift check; None if it is not."""
         drift = self.drift
-        if self.rejected is None and drift is not None and drift.verdict is not None and drift.check.action == "dense":
-            return DenseReason.DRIFT.fill_in(drift.verdict)
-        return self.rejected
+        return self.rejected or (drift.verdict if drift is not None and drift.check.action == "dense" else None)
 
     @property
     def plan_key(self) -> object:

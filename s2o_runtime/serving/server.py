@@ -160,7 +160,7 @@ class Server:
                 )  # fmt: skip
         self._reserved_rows = 0
         self._log_start(context, source)
-        if self.fit.reads == "answers" and not self.obstacle:
+        if self.fit.reads == "answers" and not self.obstacle and not shadow_every:
             self._skip_unread_rows(context)
 
     def _skip_unread_rows(self, context: ServerContext) -> None:
