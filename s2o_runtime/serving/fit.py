@@ -253,11 +253,6 @@ class RankProfile:
         """True while the settings' file exists: a look takes microseconds, once a batch with prompts."""
         return self.off_file is not None and os.path.exists(self.off_file)
 
-    @property
-    def is_on(self) -> bool:
-        """True if a prompt may run S2O in any layer."""
-        return not self.is_switched_off and any(layer.dense_verdict is None for layer in self.layers)
-
     def count_last_rows(self, queries: int, keys: int, left: int | None) -> int:
         """Count the queries that are dense in every layer as a prompt's last; `left` of its tokens are behind them."""
         if left is None or keys < self.profile.min_length or self.dense_reason(Request(queries, keys)):

@@ -145,7 +145,7 @@ class Server:
         self.fit.off_file = settings.off_file
         shadow_every = settings.shadow_every if settings.mode == "shadow" else 0
         build = __version__, digest, settings.mode
-        self.counters = Counters(settings.log_every, shadow_every, build, lambda: not self.obstacle and self.fit.is_on)
+        self.counters = Counters(settings.log_every, shadow_every, build, self.is_enabled)
         self._check_drift(settings, context.rank)
         if settings.metrics_port is not None:
             host, port = settings.metrics_host, settings.metrics_port + context.process.number
@@ -162,6 +162,10 @@ class Server:
         self._log_start(context, source)
         if self.fit.reads == "answers" and not self.obstacle and not shadow_every:
             self._skip_unread_rows(context)
+
+    def is_enabled(self) -> bool:
+        """Return whether S2O may run: nothing at start was in its way, and it is not switched off."""
+        return not self.obstacle and not self.fit.is_switched_off
 
     def _skip_unread_rows(self, context: ServerContext) -> None:
         """Let the last layer compute no rows that nothing reads, unless something does; log it with the rest."""

@@ -81,7 +81,7 @@ def test_a_file_switches_all_layers_off_and_on_again(started, tmp_path):
     for is_off in (False, True, False):
         engine.server.counters = Counters()
         engine.server.fit.off_file.touch() if is_off else engine.server.fit.off_file.unlink(missing_ok=True)
-        assert engine.server.fit.is_on is not is_off
+        assert engine.server.fit.is_switched_off is is_off
         engine.outputs([(engine.add(300), 300)])
         ((_, path, reason),) = engine.server.counters.rows
         reasons.append(reason if path == "dense" else path)

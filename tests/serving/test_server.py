@@ -327,36 +327,31 @@ def test_every_process_has_a_port_of_its_own(server, apart):
     assert sorted(processes) == list(range(12))
 
 
-class Family:
-    """A metric of prometheus_client's."""
+def collect(monkeypatch, counters):
+    """What Prometheus is told: numbers by the metric and the values of its labels behind the rank's."""
+    metrics = {}
 
-    def __init__(self, name, meaning, labels):
-        self.name, self.labels, self.samples = name, labels, []
+    class Family:
+        def __init__(self, name, meaning, labels):
+            self.numbers = metrics.setdefault(name, {})
 
-    def add_metric(self, values, number):
-        self.samples.append((dict(zip(self.labels, values, strict=True)), number))
+        def add_metric(self, values, number):
+            assert values[0] == "the rank"
+            self.numbers[tuple(values[1:])] = number
 
-
-def collected(monkeypatch, counters):
-    """What Prometheus is told, by the metric's name, without the rank."""
     families = {"CounterMetricFamily": Family, "GaugeMetricFamily": Family}
     put_modules(monkeypatch, {"prometheus_client.core": families})
-    metrics = list(PrometheusCollector(counters, {"rank": "1"}).collect())
-    assert {labels.pop("rank") for metric in metrics for labels, _ in metric.samples} == {"1"}
-    return {metric.name: metric.samples for metric in metrics if metric.samples}
+    assert list(PrometheusCollector(counters, {"rank": "the rank"}).collect())
+    return metrics
 
 
 def test_prometheus_knows_what_runs_before_any_traffic(monkeypatch):
-    given = {"mode": "shadow", "shadow_every": 4}
-    server = started(given=given)
-    assert server.counters.shadow_every == 4
-    build = {"version": __version__, "profile": sha256(DEMO.read_bytes()).hexdigest()[:16], "mode": "shadow"}
-    metrics = collected(monkeypatch, server.counters)
-    assert metrics["s2o_enabled"] == [(build, True)]
-    for layer in server.fit.layers:
-        layer.refuse("for the test")
-    off = started(kv_cache_dtype="fp8"), server, started(given={"off_file": str(DEMO)})
-    assert [collected(monkeypatch, server.counters)["s2o_enabled"][0][1] for server in off] == [False] * 3
+    given, digest = {"mode": "shadow", "shadow_every": 4}, sha256(DEMO.read_bytes()).hexdigest()[:16]
+    servers = [started(given=given), started(kv_cache_dtype="fp8"), started(given={"off_file": str(DEMO)})]
+    assert [server.counters.shadow_every for server in servers] == [4, 0, 0]
+    enabled = [collect(monkeypatch, server.counters)["s2o_enabled"] for server in servers]
+    modes = (("shadow", True), ("s2o", False), ("s2o", False))
+    assert enabled == [{(__version__, digest, mode): is_enabled} for mode, is_enabled in modes]
 
 
 def test_prometheus_collects_the_counters_of_faults_too(monkeypatch):
@@ -368,17 +363,27 @@ def test_prometheus_collects_the_counters_of_faults_too(monkeypatch):
     counters.count_requests("ab")
     counters.compare(3, torch.ones(4), torch.full((4,), 2.0))
     counters.drift[3] = SimpleNamespace(verdict="too much", numbers=lambda: None)
-    metrics = collected(monkeypatch, counters)
-    ((_, seconds),) = metrics.pop("s2o_call_seconds")
-    assert seconds > 0
-    layer = {"layer": "3"}
-    rows = [("s2o", "long", "computed", 300), ("dense", fault, "fault", 8), ("dense", "x", "unsupported", 9)]
+    metrics = collect(monkeypatch, counters)
+    assert metrics.pop("s2o_call_seconds")["3", "s2o"] > 0
+    rows = {("s2o", "long", "computed"): 300, ("dense", fault, "fault"): 8, ("dense", "x", "unsupported"): 9}
     assert metrics == {
-        "s2o_enabled": [({"version": "", "profile": "", "mode": ""}, True)],
-        "s2o_requests": [({}, 2)],
-        "s2o_faults": [({"layer": "-1", "error": "ValueError"}, 1)],
-        "s2o_drift_verdict": [(layer, True)],
-        "s2o_shadow_error": [(layer, 0.25)],
-        "s2o_rows": [(layer | {"path": path, "reason": why, "code": code}, count) for path, why, code, count in rows],
-        "s2o_calls": [(layer | {"path": "s2o"}, 1)],
+        "s2o_enabled": {("", "", ""): True},
+        "s2o_requests": {(): 2},
+        "s2o_faults": {("-1", "ValueError"): 1},
+        "s2o_drift_verdict": {("3",): True},
+        "s2o_shadow_error": {("3",): 0.25},
+        "s2o_rows": {("3", *row): count for row, count in rows.items()},
+        "s2o_density": {},
+        "s2o_error": {},
+        "s2o_calls": {("3", "s2o"): 1},
     }
+
+
+def test_a_fault_of_the_compiler_ends_no_start(monkeypatch):
+    def fail(*arguments, **named):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", fail)
+    server = started()
+    server.compile_kernels(torch.zeros(300, 4, 64))
+    assert set(server.counters.faults) == {(-1, "RuntimeError")}
