@@ -15,12 +15,7 @@ from typing import NamedTuple
 from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, select_rankings
 from calibrate.recipe import Recipe
 from calibrate.record import PredictedLayer
-from calibrate.search.allocate import (
-    Allocation,
-    ErrorWeights,
-    SearchConstraints,
-    allocate,
-)
+from calibrate.search.allocate import Allocation, ErrorWeights, SearchConstraints, allocate
 from calibrate.timing import Timing
 from s2o_runtime.config import LOOKBACK, LayerConfig, Tail, TileConfig
 from s2o_runtime.monitor.drift import HEAD_CAP

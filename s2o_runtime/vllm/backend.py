@@ -29,6 +29,7 @@ from .compat import INIT
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
+OF_WHOLE = ("_cache", "req_idx")  # ends of fields that parts go without: computed once, or told apart by no backend
 COMPUTED = "_num_computed_tokens_cpu"  # field with those of its keys that are not of its queries
 LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # keys on the host, exact for prompts; newest name first
 KEYS = ("seq_lens", *LENGTHS)  # fields with each request's keys
@@ -295,8 +296,8 @@ def find_batch_obstacle(common: Any) -> str | None:
     """Return the reason why the stock backend computes a batch as a whole, whatever its requests, or None."""
     if common.causal is not True:
         return "the batch is not causal"
-    rows = getattr(common, "req_idx", None)
-    if rows is not None and len(set(rows[: common.num_reqs].tolist())) < common.num_reqs:
+    numbers = getattr(common, "req_idx", None)  # of requests, without those that pad the batch
+    if numbers is not None and len(set(numbers.tolist())) < len(numbers):
         return "several chunks share one context (prefill context parallelism)"
     return next((reason for name, reason in WHOLE_ONLY.items() if getattr(common, name, None) is not None), None)
 
@@ -317,7 +318,7 @@ def split_batch(common: Any, split: SplitRequests) -> Any:
     changes: dict[str, Any] = {"num_reqs": len(split.requests), "max_query_len": max(split.sizes[0])}
     for name in (field.name for field in fields(common)):
         value = getattr(common, name)
-        if name.endswith("_cache"):
+        if name.endswith(OF_WHOLE):
             changes[name] = None
         elif name in EDGES:
             changes[name] = numbers(split.starts, value)
@@ -340,8 +341,8 @@ def slice_batch(common: Any, span: BatchSlice) -> Any:
     }
     for name in (field.name for field in fields(common)):
         value = getattr(common, name)
-        if name.endswith("_cache"):
-            changes[name] = None  # the whole batch's, computed once
+        if name.endswith(OF_WHOLE):
+            changes[name] = None
         elif name in EDGES:
             changes[name] = value[span.first : span.last + 1] - span.begin
         elif name in OF_TOKENS:

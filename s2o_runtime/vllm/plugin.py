@@ -43,11 +43,12 @@ def register() -> None:
         copyreg.pickle(AttentionBackendEnum, _reduce_member)
     else:
         register_backend(AttentionBackendEnum.CUSTOM, path)
-    if obstacle is None:
-        from vllm.v1.request import Request
+    if obstacle is not None:
+        return
+    from vllm.v1.request import Request
 
-        salt_requests(Request)
-    if (path := os.environ.get(CPU_VARIABLE, "")) and obstacle is None:
+    salt_requests(Request)
+    if path := os.environ.get(CPU_VARIABLE, ""):
         register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-NAME, OFF = "s2o", "off"  # in a request's `extra_args`, which are `vllm_xargs` over HTTP
 SALT = "s2o-off"
 
 
 def opts_out(sampling_params: Any) -> bool:
-    """Return whether a request asks for dense attention, by vLLM's SamplingParams; None of pooling requests."""
-    return (getattr(sampling_params, "extra_args", None) or {}).get(NAME) == OFF
+    """Return whether a request says "s2o": "off" in vLLM's SamplingParams (`vllm_xargs`); None of pooling requests."""
+    return (getattr(sampling_params, "extra_args", None) or {}).get("s2o") == "off"
 
 
 def salt_requests(requests: Any) -> None:

@@ -6,7 +6,7 @@ from triton.compiler.errors import CompilationError
 
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import InputError, get_first_line
-from s2o_runtime.monitor.counters import REMEMBERED, Counters
+from s2o_runtime.monitor.counters import REMEMBERED
 from s2o_runtime.serving import attend
 from s2o_runtime.serving.batch import Batch
 from s2o_runtime.serving.fit import Rank
@@ -25,9 +25,7 @@ FAULTS = {
 @pytest.fixture(params=ENGINES)
 def started(request):
     """Makes an engine of a rank, by its index and how many there are."""
-    return lambda *rank, **options: ENGINES[request.param](
-        FakeServer(two_layers(), Rank(*rank), "cpu", 2048, **options)
-    )
+    return lambda *rank, **more: ENGINES[request.param](FakeServer(two_layers(), Rank(*rank), "cpu", 2048, **more))
 
 
 def fail(monkeypatch, fault, owner=attend, name="s2o_attention_paged"):
@@ -64,28 +62,22 @@ def test_a_layer_with_a_fault_is_the_stock_backends_from_then_on(kind, started, 
     assert not ranks[0].server.counters.faults
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(Batch, "__init__"), (attend, "find_test_rows"), (Batch, "plan")], ids=["batch", "test", "plan"]
-)
-def test_a_fault_beside_the_call_is_the_stock_backends_batch(owner, name, started, monkeypatch):
+@pytest.mark.parametrize("where", [(Batch, "__init__"), (attend, "run_self_test"), (Batch, "plan")], ids=str)
+def test_a_fault_beside_the_call_is_the_stock_backends_batch(where, started, monkeypatch):
     engine = started(tested=False)
-    fail(monkeypatch, KeyError("x"), owner, name)
+    calls = fail(monkeypatch, KeyError("x"), *where)
     check_close(engine.outputs([(request := engine.add(300), 300)]), dense(request, 300))
-    assert list(engine.server.counters.faults.values()) == [1]
+    assert list(engine.server.counters.faults.values()) == [len(calls)] == [1]
     assert DenseReason.FAULT in {DenseReason.from_sentence(reason) for _, _, reason in engine.server.counters.rows}
 
 
 def test_a_file_switches_all_layers_off_and_on_again(started, tmp_path):
-    engine, reasons = started(), []
-    engine.server.fit.off_file = tmp_path / "off"
-    for is_off in (False, True, False):
-        engine.server.counters = Counters()
-        engine.server.fit.off_file.touch() if is_off else engine.server.fit.off_file.unlink(missing_ok=True)
-        assert engine.server.fit.is_switched_off is is_off
+    engine = started()
+    switch = engine.server.fit.off_file = tmp_path / "off"
+    for change in (switch.touch, switch.unlink):
+        change()
         engine.outputs([(engine.add(300), 300)])
-        ((_, path, reason),) = engine.server.counters.rows
-        reasons.append(reason if path == "dense" else path)
-    assert reasons == ["s2o", DenseReason.SWITCHED_OFF, "s2o"]
+    assert engine.counted() == {("dense", DenseReason.SWITCHED_OFF): 300, ("s2o", "reference backend"): 300}
 
 
 def test_in_shadow_mode_the_stock_backend_answers_and_errors_are_those_of_s2o(started):
@@ -93,10 +85,8 @@ def test_in_shadow_mode_the_stock_backend_answers_and_errors_are_those_of_s2o(st
     engine = started()
     counters, errors = engine.server.counters, []
     counters.shadow_every = 2
-    for _ in range(4):
-        request = engine.add(300)
-        out = engine.outputs([(request, 300)])
-        truth = dense(request, 300)
+    for request in [engine.add(300) for _ in range(4)]:
+        out, truth = engine.outputs([(request, 300)]), dense(request, 300)
         check_close(out, truth)
         ours = alone(request, 300, engine.server.fit.layers[0].config(300)).out
         errors.append(float((ours - truth).square().sum() / truth.square().sum()))

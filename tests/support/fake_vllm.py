@@ -41,6 +41,7 @@ class Common:
     is_prefilling: Tensor | None = None
     seq_lens_cpu_upper_bound: Tensor | None = None
     mm_req_doc_ranges: Any = None
+    req_idx: Any = None
     _num_computed_tokens_cache: Tensor | None = None
 
 
@@ -164,6 +165,7 @@ class FakeEngine(Requests):
             positions=layout.positions,
             is_prefilling=torch.tensor([True] * len(counts)),
             seq_lens_cpu_upper_bound=lengths,
+            req_idx=torch.arange(len(parts)),
         )
         query, key, value = take(parts)
         self.impl.do_kv_cache_update(None, key, value, self.cache, common.slot_mapping)
