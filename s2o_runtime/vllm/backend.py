@@ -29,7 +29,7 @@ from .compat import INIT
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
-OF_WHOLE = ("_cache", "req_idx")  # ends of fields that parts go without: computed once, or told apart by no backend
+OF_WHOLE = ("_cache", "req_idx")  # ends of the names of fields that parts go without
 COMPUTED = "_num_computed_tokens_cpu"  # field with those of its keys that are not of its queries
 LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # keys on the host, exact for prompts; newest name first
 KEYS = ("seq_lens", *LENGTHS)  # fields with each request's keys

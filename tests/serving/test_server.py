@@ -328,7 +328,7 @@ def test_every_process_has_a_port_of_its_own(server, apart):
 
 
 def collect(monkeypatch, counters):
-    """What Prometheus is told: numbers by the metric and the values of its labels behind the rank's."""
+    """Return the numbers that Prometheus gets, by metric and the values of its labels behind the rank's."""
     metrics = {}
 
     class Family:
