@@ -7,7 +7,7 @@ from functools import lru_cache
 
 
 class DenseReason(str, Enum):
-    """A reason whose value is its sentence; where it has numbers, `about` fills them in."""
+    """A reason whose value is its sentence, and whose name, which stays, is its code in metrics; `fill_in` fills {}."""
 
     DECODE = "decode"
     MASK = "the mask is not a plain causal one"
@@ -28,15 +28,22 @@ class DenseReason(str, Enum):
     HIDDEN_STATES = "hidden states of all rows may be read, and the profile's budget is of answers"
     PROMPT_LOGPROBS = "the prompt's log-probabilities are read, and the profile's budget is of answers"
     POOLING = "hidden states of the request are pooled, and the profile's budget is of answers"
-    UNKNOWN_READER = "the rows that are read of the request are not known, and the profile's budget is of answers"
+    UNKNOWN_REQUEST = "the rows are none of the scheduler's requests, as those of microbatches, or of an unknown step"
     HOST = "so little work that the host would decide, not the GPU"
+    UNTESTED = "the layer has not passed its self-test yet"
+    SELF_TEST = "its self-test failed: without a threshold S2O differs from the stock backend in heads {}"
+    DRIFT = "{}"  # the drift check's verdict
+    FAULT = "S2O failed: {}"
+    SWITCHED_OFF = "S2O is switched off"
+    OPTED_OUT = "the request asks for dense attention"
+    SHADOW = "S2O only computes beside the stock backend, which answers (shadow mode)"
 
     __str__ = str.__str__
 
     @lru_cache(maxsize=256)
-    def with_numbers(self, *numbers: float) -> FormattedReason:
-        """Return the sentence with these numbers in it."""
-        return FormattedReason(self.value.format(*numbers), self)
+    def fill_in(self, *values: float | str) -> FormattedReason:
+        """Return the sentence with these numbers or texts in it."""
+        return FormattedReason(self.value.format(*values), self)
 
     @staticmethod
     def from_sentence(reason: str) -> DenseReason | None:

@@ -1,13 +1,21 @@
-"""Writing files atomically."""
+"""Write files atomically, and name their contents."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import tempfile
 from pathlib import Path
 
 from .errors import ConfigError
+
+DIGEST = 16  # hexadecimal digits of a SHA-256 that name a content
+
+
+def hash_file(path: Path) -> str:
+    """Return the digest of a file's bytes, by which metrics and results name a profile."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]
 
 
 def resolve_destination(path: Path) -> Path:

@@ -41,6 +41,18 @@ def _seed() -> None:
         torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _raise_faults(request, monkeypatch):
+    """Raise the exceptions that a server survives, but in tests of faults, by their names."""
+    from s2o_runtime.monitor.counters import Counters
+
+    def count_fault(counters, layer, error):
+        raise error
+
+    if "_fault" not in request.node.name:
+        monkeypatch.setattr(Counters, "count_fault", count_fault)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A model and tokenizer that are calibrated in seconds; tests do not change them."""

@@ -14,9 +14,9 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 LAST_ROWS, LAST = 128, "the last rows of a prompt, which answer"
 OF_ANSWERS = {("s2o", "rows of the model's last layer that nothing reads: they are zeros")}
@@ -36,6 +36,7 @@ class EngineCase:
     sparse: bool = True  # S2O's backend
     answers: bool = False  # what the profile's budget is of, not all rows
     gpu: bool = False
+    faults: bool = False  # S2O fails on the last rank, in each layer in another way
 
     @property
     def length(self) -> int:
@@ -54,6 +55,8 @@ CASES = {
     "two-ranks": EngineCase(512, 16, ranks=2),
     "compiled": EngineCase(512, 16, compiled=True),
     "answers": EngineCase(512, 16, answers=True),
+    "faults": EngineCase(512, 16, faults=True),
+    "faults-rank-1": EngineCase(512, 16, ranks=2, faults=True),
     "dense": EngineCase(512, 32, sparse=False),  # vLLM's own backend: its pages have at least 32 tokens
     "gpu-eager": EngineCase(4096, 16, gpu=True),
     "gpu-graphs": EngineCase(4096, 16, compiled=True, gpu=True),
@@ -100,8 +103,14 @@ def main(profile: str, model: str, name: str) -> int:
     print(f"{name}: the first prompt's log-probabilities are {total:.1f}", flush=True)
     if case.sparse and case.processes == 1:
         print(f"{name}: {get_server().counters.summary()}", flush=True)
-        check_rows(get_server().counters.shares())
+        check_counters(case, get_server().counters)
         assert not case.answers or get_server().counters.shares().keys() >= OF_ANSWERS
+        dense = SamplingParams(temperature=0, max_tokens=5, extra_args={"s2o": "off"})
+        first, second = (engine.generate(prompts[:1], dense)[0].num_cached_tokens for _ in range(2))
+        print(
+            f"{name}: a request that opts out finds {first} tokens in the cache, then {second} of its own", flush=True
+        )
+        assert first == 0 < second
     texts = [answer.outputs[0].text for answer in answers]
     return report(name, codes, texts, [answer.num_cached_tokens for answer in answers], seconds)
 
@@ -113,8 +122,15 @@ def report(name: str, codes: list[str], texts: list[str], cached: list[int], sec
     return int(right < len(codes))
 
 
-def check_rows(rows: Mapping[tuple[str, str], float]) -> None:
-    """Rows by path and reason: some of S2O, of the stock backend, and of prompts' ends."""
+def check_counters(case: EngineCase, counters: Any) -> None:
+    """Rows by path and reason: some of S2O, unless it fails, of the stock backend, and of prompts' ends."""
+    rows = counters.shares()
+    if case.faults:
+        assert len({error for _, error in counters.faults}) == 4, (
+            f"S2O failed otherwise than it should: {counters.faults}"
+        )
+        return
+    assert not counters.faults
     assert any(path == "s2o" for path, _ in rows), "no row was computed by S2O"
     assert any(path == "dense" for path, _ in rows), "no row was computed by the stock backend"
     assert ("dense", LAST) in rows, "no row was dense for being the last of a prompt"
@@ -147,6 +163,8 @@ def set_environment(case: EngineCase) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.processes)))  # a core for each
     if case.sparse:
         os.environ |= {"S2O_VLLM_CPU": "support.vllm_cpu.S2OBackend", "PYTHONPATH": str(Path(__file__).parent)}
+    if case.faults:
+        os.environ["S2O_FAULTS"] = str(case.ranks - 1)
 
 
 def backend(case: EngineCase) -> str | None:

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from calibrate.evaluation.plan import FILES, PROMPTS, RULER, EvaluationPlan
 from calibrate.evaluation.results import RULER_JUDGED, Row, Summary
-from calibrate.evaluation.run import make_digest
 from calibrate.machine import MARK, format_json_file
 from calibrate.model.models import in_full
 from calibrate.report.sections import Columns, show
@@ -26,7 +25,7 @@ from calibrate.tables import (
     print_table,
 )
 from s2o_runtime.fields import pluralize
-from s2o_runtime.files import write_atomically
+from s2o_runtime.files import hash_file, write_atomically
 
 POINT = 0.01  # of the share of right answers
 
@@ -146,7 +145,7 @@ def describe_ruler(row: Row) -> str:
 
 def list_ruler(summary: Summary, profile: Path) -> list[str]:
     """List what the summary of an evaluation says of a profile on RULER; the profile is told by its file's content."""
-    names = {variant["name"] for variant in summary["variants"] if variant["identity"] == make_digest(profile)}
+    names = {variant["name"] for variant in summary["variants"] if variant["identity"] == hash_file(profile)}
     return [describe_ruler(row) for row in summary.get("ruler_pooled", ()) if row["variant"] in names]
 
 

@@ -17,13 +17,14 @@ import numpy as np
 from calibrate.evaluation import ruler
 from calibrate.evaluation.paired import CONFIDENCE, adjust_holm, compare_paired
 from calibrate.evaluation.plan import AGREEMENT, DENSE, PROMPTS, RETRIEVAL, TIME, EvaluationPlan
-from calibrate.evaluation.run import DIGEST, Evaluation
+from calibrate.evaluation.run import Evaluation
 from calibrate.evaluation.tasks import list_cases
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.documents import read_text
 from calibrate.versions import collect_versions
 from s2o_runtime.devices import identify
+from s2o_runtime.files import DIGEST
 from s2o_runtime.identity import split_fingerprint
 
 RULER_JUDGED = 0.2, 0.98  # dense scores of RULER's tasks that tell what a variant loses; outside they are only listed

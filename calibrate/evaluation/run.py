@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +31,7 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError, ResourceError
+from s2o_runtime.files import hash_file
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import list_attention_modules
 from s2o_runtime.profile import Profile, load_profile
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from scripts.bench.baselines.run import BaselineStats
     from scripts.bench.baselines.settings import Baseline
 
-DIGEST = 16  # hexadecimal digits that name a profile's content
 BASELINE = "s2o_baseline"  # the attention function that runs one, and the attribute of a module that holds its variant
 
 
@@ -84,7 +82,7 @@ def list_variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
         hf.patch(loaded.model, profile, drift="off", reads="answers")
         states = tuple(hf.get_layer_states(loaded.model))
         hf.unpatch(loaded.model)
-        compared.append(Variant(next(names), make_digest(path), states, profile=profile))
+        compared.append(Variant(next(names), hash_file(path), states, profile=profile))
     device = identify(loaded.weights.device)
     tiles = list_candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
     for name, setting in zip(names, plan.settings, strict=True):
@@ -94,11 +92,6 @@ def list_variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
             config = configure_layer(setting, loaded.geometry.query_heads, tiles)
             compared.append(Variant(name, name, repeat_config(config, loaded.geometry.layers)))
     return compared
-
-
-def make_digest(path: Path) -> str:
-    """Return the digest of a file's content, by which results name a profile."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]
 
 
 def repeat_config(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...]:

@@ -15,18 +15,12 @@ from typing import NamedTuple
 from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, select_rankings
 from calibrate.recipe import Recipe
 from calibrate.record import PredictedLayer
-from calibrate.search.allocate import (
-    Allocation,
-    ErrorWeights,
-    SearchConstraints,
-    allocate,
-)
+from calibrate.search.allocate import Allocation, ErrorWeights, SearchConstraints, allocate
 from calibrate.timing import Timing
 from s2o_runtime.config import LOOKBACK, LayerConfig, Tail, TileConfig
+from s2o_runtime.monitor.drift import HEAD_CAP
 
 log = logging.getLogger("calibrate")
-
-HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 
 
 class CalibrationDense(Enum):

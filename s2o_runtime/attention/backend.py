@@ -76,11 +76,11 @@ def find_dense_reason(config: LayerConfig, shape: CallShape, gpu: Capability) ->
         return DenseReason.NO_S2O_HEAD
     fewest = max(get_fewest_queries(config.tile, gpu), config.last_rows + 1)  # of last rows alone, none would be sparse
     if shape.offset > 0 and shape.q_len < fewest:
-        return DenseReason.FEW_QUERIES.with_numbers(fewest)
+        return DenseReason.FEW_QUERIES.fill_in(fewest)
     if shape.offset == 0 and shape.q_len <= config.shortest_segment:  # no head has keys before a segment
         return DenseReason.ONE_SEGMENT
     if shape.is_little_for(config.tile):
-        return DenseReason.LITTLE_WORK.with_numbers(config.tile.dense_below)
+        return DenseReason.LITTLE_WORK.fill_in(config.tile.dense_below)
     return None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.compute import AttentionStats
-from ..dense_reason import DenseReason
+from ..dense_reason import DenseReason, FormattedReason
+from ..errors import get_first_line
 from .drift import DriftMonitor
 
 CALLS = 1000  # of every layer, after which it is judged
@@ -203,6 +204,7 @@ def _read_clock(device: torch.device) -> Moment:
 
 SAMPLED_EVERY = 256  # sparse calls of a layer: the density of one of them is kept
 EARLY = 15  # and of each of the first prompts, so that a layer with the settings of another shows soon
+REMEMBERED = 1024  # requests that were counted last: more than a server reads at a time
 
 T = TypeVar("T")
 
@@ -212,12 +214,20 @@ class Counters:
     """Rows of a server that went through attention, by layer, path and reason."""
 
     log_every: float = 0.0  # seconds between two lines of the log; 0 for none
+    shadow_every: int = 0  # of a layer's calls one in so many runs S2O beside the stock backend, which answers; 0: off
+    build: tuple[str, str, str] = ("", "", "")  # the version, a digest of the profile's file, and the mode
+    is_enabled: Callable[[], bool] = lambda: True  # whether any prompt may run S2O
     calls: Counter[int] = field(default_factory=Counter)  # sparse ones of each layer
     prompts: Counter[int] = field(default_factory=Counter)  # those of them that were prompts
     sampled: dict[int, AttentionStats] = field(default_factory=dict)  # of each layer's last sampled call
     drift: dict[int, DriftMonitor] = field(default_factory=dict)  # of the layers that have one
+    faults: Counter[tuple[int, str]] = field(default_factory=Counter)  # by layer, -1 for a batch, and type of error
+    requests: int = 0  # that S2O computed rows of
+    shadowed: Counter[int] = field(default_factory=Counter)  # calls of each layer that S2O might have computed
+    shadow_errors: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # of each layer
     meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))  # where S2O may have a part
     last_logged: float = field(default_factory=time.monotonic)
+    _requests: deque[str | None] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _timed: Counter[tuple[int, str]] = field(default_factory=Counter)
     # Batches that the stock backend computed, and their rows, by layers and reason: one entry a batch, because such
@@ -252,6 +262,24 @@ class Counters:
     def add(self, layer: int, path: str, reason: str, rows: int) -> None:
         """Count query rows of a layer."""
         self._rows[layer, path, reason] += rows
+
+    def count_fault(self, layer: int, error: Exception) -> FormattedReason:
+        """Count and log an exception of S2O's; return it as the reason why the stock backend answers."""
+        log.error("S2O failed in layer %d, the stock backend answers", layer, exc_info=error)
+        self.faults[layer, type(error).__name__] += 1
+        return DenseReason.FAULT.fill_in(f"{type(error).__name__}: {get_first_line(error)}")
+
+    def count_requests(self, names: Iterable[str | None]) -> None:
+        """Count the requests of a batch that S2O has a part in, each in its first one; None is of unknown ones."""
+        for name in names:
+            if name not in self._requests:
+                self._requests.append(name)
+                self.requests += 1
+
+    def compare(self, layer: int, ours: Tensor, truth: Tensor) -> None:
+        """Keep the error of what S2O computed beside the stock backend; without a copy, which overwrites `ours`."""
+        norms = [torch.linalg.vector_norm(rows, dtype=torch.float32) for rows in (ours.sub_(truth), truth)]
+        self.shadow_errors[layer] = [*self.shadow_errors[layer][1 - SAMPLES :], (norms[0] / norms[1]).square()]
 
     def is_sampled(self, layer: int, is_prompt: bool = False) -> bool:
         """Count a sparse call, and decide whether its density is kept and its error checked.
@@ -290,8 +318,8 @@ class Counters:
 
     def errors(self) -> dict[int, float]:
         """Return each checked layer's running error over what the profile allows it; waits for the device."""
-        errors = {layer: monitor.error() for layer, monitor in sorted(self.drift.items())}
-        return {layer: error for layer, error in errors.items() if error is not None}
+        numbers = {layer: monitor.numbers() for layer, monitor in sorted(self.drift.items())}
+        return {layer: found.mean for layer, found in numbers.items() if found is not None}
 
     def shares(self) -> dict[tuple[str, str], float]:
         """Return the share of all rows that took each path for each reason."""
@@ -328,8 +356,21 @@ class PrometheusCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         counters, layer, call = self._counters, ("layer",), ("layer", "path")
+        # a reason's sentence may change with a version or a profile; its code stays
+        others, rows = {"s2o": "computed", "dense": "unsupported"}, dict[tuple[object, ...], int]()
+        for (index, path, sentence), count in counters.rows.items():
+            reason = DenseReason.from_sentence(sentence)
+            rows[index, path, sentence, reason.name.lower() if reason else others[path]] = count
+        verdicts = {layer: monitor.verdict is not None for layer, monitor in counters.drift.items()}
+        errors = {layer: float(torch.stack(kept).mean()) for layer, kept in list(counters.shadow_errors.items())}
+        build, enabled = ("version", "profile", "mode"), {counters.build: counters.is_enabled()}
         metrics = (
-            (CounterMetricFamily, "s2o_rows", "Query rows by layer, path and reason", (*call, "reason"), counters.rows),
+            (GaugeMetricFamily, "s2o_enabled", "1 if any prompt may run S2O", build, enabled),
+            (CounterMetricFamily, "s2o_requests", "Requests with rows of S2O's", (), {(): counters.requests}),
+            (CounterMetricFamily, "s2o_faults", "Exceptions of S2O's", ("layer", "error"), counters.faults),
+            (GaugeMetricFamily, "s2o_drift_verdict", "1 if the drift check found too much", layer, verdicts),
+            (GaugeMetricFamily, "s2o_shadow_error", "Relative squared error in shadow mode", layer, errors),
+            (CounterMetricFamily, "s2o_rows", "Query rows", (*call, "reason", "code"), rows),
             (GaugeMetricFamily, "s2o_density", "Pairs computed over causal pairs", layer, counters.densities()),
             (GaugeMetricFamily, "s2o_error", "Sampled error over what is allowed", layer, counters.errors()),
             (CounterMetricFamily, "s2o_calls", "Calls of attention", call, counters.timed),

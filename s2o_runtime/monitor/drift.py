@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..call import PLAIN, Scoring, cap_scores, softmax
+from ..dense_reason import DenseReason
 from ..errors import ConfigError, ProfileError
 from ..fields import Rule, check_fields, validated_field
 from ..profile import Profile
@@ -43,6 +44,7 @@ MEMORY = 64  # checks after which one counts a third of the newest in the runnin
 HISTORY = 64  # checks that are kept one by one
 HIGH = 2.0  # times the margin: a check above this counts as high
 HIGH_CHECKS = 8  # of those kept: so many that are high are too many
+HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 
 SCORES = 1 << 24  # scores that are in memory at a time, 64 MiB
 
@@ -56,8 +58,7 @@ class DriftCheck:
     every: of a layer's S2O calls one in so many; rows: of each sequence of that call, in all heads; action: "warn"
     once, or also run the layer "dense" from then on; margin: times the error that the profile allows the layer, what
     the running mean may have, and half of what a check may have without being counted as high; after: checks before the
-    running mean is judged, so that one unlucky prompt decides nothing; trial: a layer that is past its budget within so
-    many checks never had the right settings, and runs dense whatever the action.
+    running mean is judged, so that one unlucky prompt decides nothing.
 
     >>> DriftCheck(every=64, action="dense").validate().rows
     32
@@ -68,7 +69,6 @@ class DriftCheck:
     action: Action = validated_field("warn", Rule(str, allowed=get_args(Action)))
     margin: float = validated_field(2.0, Rule(float, low=0, above=True))
     after: int = validated_field(16, Rule(int, low=1))
-    trial: int = validated_field(0, Rule(int, low=0))
 
     def validate(self) -> DriftCheck:
         """Return the check itself. Raises ConfigError naming what is out of range."""
@@ -164,7 +164,6 @@ class DriftMonitor:
         self.check, self.layer, self.allowed = check, layer, allowed
         self.checks = 0
         self.verdict: str | None = None  # the sentence that was said when the error was too much
-        self.runs_dense = False  # for it
         self._calls = layer  # layers take turns
         self._generators: dict[torch.device, torch.Generator] = {}
         # float64 [4 + HISTORY]: running sums of errors over their limits and of what they are relative to, over all
@@ -199,11 +198,6 @@ class DriftMonitor:
         if not q.is_cuda:
             self._judge()
 
-    def error(self) -> float | None:
-        """Return the running error over what is allowed; waits for the device. None before the first check."""
-        numbers = self.numbers()
-        return None if numbers is None else numbers.mean
-
     def numbers(self) -> DriftNumbers | None:
         """Return the results of the checks so far; waits for the device. None before the first one."""
         return None if self._sums is None else _summarise(self._sums.tolist(), self.checks, self.check.margin)
@@ -235,10 +229,9 @@ class DriftMonitor:
         host, checks, event = self._sent
         if event is not None and not event.query():  # type: ignore[no-untyped-call]
             return
-        self.verdict = _find_problem(host.tolist(), checks, self.check, self.allowed.unit)
-        if self.verdict is not None:
-            self.runs_dense = self.check.action == "dense" or checks <= self.check.trial
-            then = "it runs dense from now on" if self.runs_dense else "it goes on"
+        if problem := _find_problem(host.tolist(), checks, self.check, self.allowed.unit):
+            self.verdict = DenseReason.DRIFT.fill_in(problem)
+            then = "it runs dense from now on" if self.check.action == "dense" else "it goes on"
             log.warning("layer %d: %s: %s; calibrate with prompts like these", self.layer, self.verdict, then)
 
 

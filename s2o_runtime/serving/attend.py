@@ -19,19 +19,20 @@ from ..attention.paged import gather_keys, s2o_attention_paged
 from ..call import Scoring
 from ..config import LayerConfig
 from ..dense_reason import DenseReason
-from ..errors import S2OError
 from ..lengths import find_nearest
-from ..monitor.counters import Counters
+from ..monitor.counters import Counters, Key
 from ..sequences import FP8_TYPES, PagedKeys
 from .batch import Batch, BatchSlice, make_call
 from .fit import TEST_KEYS, ServedLayer
 
-UNTESTED = "the layer has not passed its self-test yet"
 ROWS, FEWEST_ROWS = 128, 32  # of a prompt that layers are tested on, at most and at least
 # the largest difference of a head, squared, over the mean square of its output; another mask gives 0.1 and more
 ALLOWED = {torch.float32: 1e-6, torch.float64: 1e-6}
 ALLOWED_ROUNDED = 1e-3  # where weights of the softmax are rounded to 16 bits
 ALLOWED_FP8 = 2e-2  # where the stock backend rounds them to 8 bits
+
+
+Pages = tuple[Tensor, Tensor]
 
 
 class LayerCall(NamedTuple):
@@ -42,58 +43,85 @@ class LayerCall(NamedTuple):
     batch: Batch | str  # of the server, or that reason
     query: Tensor  # [T, Hq, D], the rows of the batch
     scoring: Scoring  # of the layer
-    read_pages: Callable[[], tuple[Tensor, Tensor]]  # the layer's keys and values, [pages, page size, Hkv, D] each
+    rows: int  # without those that fill the batch up
+    counters: Counters
+    read_pages: Callable[[], Pages]  # the layer's keys and values, [pages, page size, Hkv, D] each
     run_stock: Callable[[], Any]  # lets the stock backend compute all rows, and returns the server's answer
     run_stock_slice: Callable[[BatchSlice, Tensor], object]  # lets it compute a slice into an output, [T, Hq, D]
     make_output: Callable[[], tuple[Any, Tensor]]  # an empty answer, and a view of it, [T, Hq, D]
 
 
-def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
-    """Compute a call, and count the rows of its batch, without those that fill it up; return the server's answer.
+def attend(call: LayerCall) -> Any:
+    """Compute a call, and count its rows; return the server's answer.
 
-    The stock backend computes a layer until the first prompt that is long enough has tested it.
+    The stock backend computes a layer until the first prompt that is long enough has tested it, and from the first
+    exception on that S2O raises in it. A rank does so on its own: it computes its own heads, without a collective.
     """
-    layer, batch, device = call.layer, call.batch, call.query.device
+    layer, batch, counters = call.layer, call.batch, call.counters
     if isinstance(layer, str) or isinstance(batch, str):
-        counters.count_stock_batch((call.number,), layer if isinstance(layer, str) else str(batch), rows)
+        reason = next(part for part in (layer, batch) if isinstance(part, str))  # whose type metrics read
+        counters.count_stock_batch((call.number,), reason, call.rows)
         return call.run_stock()
+    try:
+        return _attend(call, layer, batch)
+    except Exception as error:  # whatever it is: the stock backend can answer, and overwrites all rows
+        layer.refuse(reason := counters.count_fault(call.number, error))
+        counters.add(call.number, "dense", reason, call.rows)  # of this call some are counted twice
+        return _run_stock(call)
+
+
+def _run_stock(call: LayerCall) -> Any:
+    """Let the stock backend compute all rows, and time it; return the server's answer."""
+    return call.counters.call_stock(call.number, call.query.device, call.run_stock)
+
+
+def _attend(call: LayerCall, layer: ServedLayer, batch: Batch) -> Any:
+    """Compute a call that S2O may have a part in; return the server's answer."""
+    counters = call.counters
     slices, dense_rows = batch.plan(layer)
-    test_rows = None if layer.tested else find_test_rows(batch)
     if slices and not layer.tested:
-        slices, dense_rows = (), {UNTESTED: rows}
+        slices, dense_rows = (), {DenseReason.UNTESTED: call.rows}
     for reason, count in dense_rows.items():
         counters.add(call.number, "s2o" if reason is DenseReason.UNREAD else "dense", reason, count)
     counters.log_summary()
     if not slices:
-        answer = counters.call_stock(call.number, device, call.run_stock)
+        test_rows = None if layer.tested else find_test_rows(batch)
+        answer = _run_stock(call)
         if test_rows is not None:
             run_self_test(call, layer, batch, test_rows, answer.view(call.query.shape))
         return answer
+    sparse = [span for span in slices if span.is_sparse]
     pages = call.read_pages()
+    if counters.shadow_every:
+        answer = _run_stock(call)
+        counters.add(call.number, "dense", DenseReason.SHADOW, sum(span.end - span.begin for span in sparse))
+        counters.shadowed[layer.layer] += 1
+        if counters.shadowed[layer.layer] % counters.shadow_every == 0:
+            for span in sparse:
+                truth = answer.view(call.query.shape)[span.rows]
+                _compute(call, layer, batch, span, pages, ours := torch.empty_like(truth))
+                counters.compare(layer.layer, ours, truth)
+        return answer
     answer, out = call.make_output()
     for span in slices:
+        # a view takes microseconds of the host: none where the slice is the batch
+        part = out if span.end - span.begin == len(call.query) else out[span.rows]
         if span.is_zero:
-            out[span.rows].zero_()
+            part.zero_()
         elif span.is_sparse:
-            _compute(call, batch, layer, span, pages, out, counters)
+            counters.add(call.number, *_compute(call, layer, batch, span, pages, part), span.end - span.begin)
         elif span.begin < span.end:
-            counters.call_stock(call.number, device, call.run_stock_slice, span, out[span.rows])
+            counters.call_stock(call.number, call.query.device, call.run_stock_slice, span, part)
+    if batch.names:
+        counters.count_requests({batch.names[index] for span in sparse for index in batch.split.indices[span.requests]})
+        batch.names = ()  # they are counted in the first layer
     return answer
 
 
-def _compute(
-    call: LayerCall,
-    batch: Batch,
-    layer: ServedLayer,
-    span: BatchSlice,
-    pages: tuple[Tensor, Tensor],
-    out: Tensor,
-    counters: Counters,
-) -> None:
-    """Compute one slice with S2O, and count it; keep a sampled call's density, and check its error."""
-    # a view takes microseconds of the host: none where the slice is the batch
-    is_all = span.end - span.begin == len(call.query)
-    query, out = (call.query, out) if is_all else (call.query[span.rows], out[span.rows])
+def _compute(call: LayerCall, layer: ServedLayer, batch: Batch, span: BatchSlice, pages: Pages, out: Tensor) -> Key:
+    """Compute one slice with S2O; keep a sampled call's density, and check its error. Return its path and reason."""
+    counters = call.counters
+    query = call.query if len(out) == len(call.query) else call.query[span.rows]
     arguments = batch.get_call(span, pages[0].shape[1]) | call.scoring.arguments()
     sample = counters.begin(layer.layer, "s2o", query.device)
     assert span.bucket is not None
@@ -102,7 +130,6 @@ def _compute(
     assert stats is not None
     path = "dense" if stats.backend == "dense" else "s2o"
     counters.end(layer.layer, path, sample, query.device)
-    counters.add(layer.layer, path, stats.reason, span.end - span.begin)
     if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * span.max_q >= span.max_k):
         counters.sampled[layer.layer] = stats  # read from the device when somebody asks
         if layer.drift is not None and span.last == span.first + 1:  # the check takes one prompt, unpacked
@@ -110,6 +137,7 @@ def _compute(
             packed = (query, *gather_keys(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
             layer.drift.see(q, keys, values, output, call.scoring, None, length)
+    return path, stats.reason
 
 
 def find_test_rows(batch: Batch) -> BatchSlice | None:
@@ -144,20 +172,14 @@ def run_self_test(call: LayerCall, layer: ServedLayer, batch: Batch, span: Batch
     arguments = make_call(span, edges.clamp_min(span.begin), seq_lens, table, pages[0].shape[1])
     arguments |= call.scoring.arguments()
     backend: Backend = "triton" if query.is_cuda else "reference"
-    try:
-        ours = s2o_attention_paged(query, *pages, config, **arguments, backend=backend)
-    except S2OError as error:
-        layer.refuse(f"its self-test cannot run ({error})")
-        return
+    ours = s2o_attention_paged(query, *pages, config, **arguments, backend=backend)
     errors = measure_difference(ours, output[span.rows], (0, 2))
     allowed = ALLOWED_FP8 if pages[0].dtype in FP8_TYPES else ALLOWED.get(query.dtype, ALLOWED_ROUNDED)
     # not <= rather than >: a NaN is wrong too
     wrong = [f"{head} ({error:.1e})" for head, error in enumerate(errors.tolist()) if not error <= allowed]
     if wrong:
-        layer.refuse(
-            "its self-test failed: without a threshold S2O differs from the stock backend in heads "
-            f"{', '.join(wrong)}, expected at most {allowed:g} of a head's mean square"
-        )
+        sentence = f"{', '.join(wrong)}, expected at most {allowed:g} of a head's mean square"
+        layer.refuse(DenseReason.SELF_TEST.fill_in(sentence))
 
 
 def measure_difference(ours: Tensor, truth: Tensor, dims: tuple[int, ...] = ()) -> Tensor:

@@ -45,7 +45,7 @@ class SplitRequests:
         split: list[tuple[int, int, Request, int, int]] = []
         for index, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
             reason = own_reasons[index] if own_reasons else None
-            left = tokens_left[index] if tokens_left else None
+            left = tokens_left[index] if tokens_left and end > begin else None
             last = count_last_rows(end - begin, keys, left) if end > begin else 0
             first, behind = end - begin - last, left or 0
             if first or not last:
@@ -175,8 +175,11 @@ class Batch:
     """A batch, some of whose requests S2O may compute; a sparse slice of it has at most `max_keys`.
 
     The parts of it that depend on a layer only through the requests that S2O computes are made once and kept: the plan,
-    the tensors of sparse slices, and what `build_part` makes for the stock backend of the slices between them.
+    the tensors of sparse slices, and what `build_part` makes for the stock backend of the slices between them. `names`
+    are the server's for its requests, as far as they are known.
     """
+
+    names: Sequence[str | None] = ()
 
     def __init__(
         self, split: SplitRequests, fit: RankProfile, max_keys: int, build_part: Callable[[BatchSlice], Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -100,7 +101,8 @@ class ServedLayer:
     @property
     def dense_verdict(self) -> str | None:
         """The reason why the layer is dense whatever the prompt, by a refusal or the drift check; None if it is not."""
-        return self.rejected or (self.drift.verdict if self.drift is not None and self.drift.runs_dense else None)
+        drift = self.drift
+        return self.rejected or (drift.verdict if drift is not None and drift.check.action == "dense" else None)
 
     @property
     def plan_key(self) -> object:
@@ -120,10 +122,10 @@ class ServedLayer:
         if reason := self.dense_verdict:
             return reason
         if length < self.min_length:
-            return DenseReason.TOO_SHORT.with_numbers(self.min_length)
+            return DenseReason.TOO_SHORT.fill_in(self.min_length)
         if self.max_length is not None and length > self.max_length:
             if not self.warn_beyond:
-                return DenseReason.TOO_LONG.with_numbers(self.max_length, TRUSTED_BEYOND)
+                return DenseReason.TOO_LONG.fill_in(self.max_length, TRUSTED_BEYOND)
             log_once(
                 logging.WARNING,
                 "a prompt has more than %d keys, 1.5 times the longest calibrated length: its errors were not proven, "
@@ -179,7 +181,11 @@ class RankProfile:
             host would decide, whose time no number of ranks divides; 0 until it is measured.
         row_weights: of a layer's matrices on this rank, those that a row of a request meets.
         layers: of the profile, on this rank, in the order of its tables.
+        off_file: while it exists, the stock backend computes all new batches. Ranks need not agree on a batch, since
+            each computes its own heads.
     """
+
+    off_file: Path | None = None
 
     def __init__(
         self,
@@ -262,9 +268,16 @@ class RankProfile:
         """
         if self.obstacle is not None:
             return self.obstacle
+        if self.is_switched_off:
+            return DenseReason.SWITCHED_OFF
         self._all_tested = self._all_tested or (bool(self._used) and all(self.layers[row].tested for row in self._used))
         # a layer that waits for its self-test needs to see the first batch that is long enough
         return self.dense_reason(largest) if self._all_tested or largest.keys < TEST_KEYS else None
+
+    @property
+    def is_switched_off(self) -> bool:
+        """True while the settings' file exists: a look takes microseconds, once a batch with prompts."""
+        return self.off_file is not None and os.path.exists(self.off_file)
 
     def count_last_rows(self, queries: int, keys: int, left: int | None) -> int:
         """Count the queries that are dense in every layer as a prompt's last; `left` of its tokens are behind them."""

@@ -25,18 +25,21 @@ from ..config import LayerConfig
 from ..dense_reason import DenseReason
 from ..errors import ConfigError, ModelError, ProfileError, S2OError
 from ..fields import DURATION, Rule, get_rules, validated_field
-from ..monitor.counters import EARLY, Counters, serve_metrics
-from ..monitor.drift import DriftChoice, DriftMonitor, check_and_limits, read_check
+from ..files import hash_file
+from ..monitor.counters import Counters, serve_metrics
+from ..monitor.drift import HEAD_CAP, Action, DriftChoice, DriftMonitor, check_and_limits
 from ..profile import load_profile
 from ..profile.find import find_profile
-from ..sequences import PagedKeys, make_packed_starts
+from ..sequences import PagedKeys
 from ..version import __version__
 from . import fit
 from .attend import exact_config
+from .batch import BatchSlice, make_call
 from .fit import NoProfile, Rank, RankProfile, Request
 
 PROFILE_VARIABLE = "S2O_PROFILE"
 Beyond = Literal["dense", "s2o"]
+Mode = Literal["s2o", "shadow"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,12 @@ class Settings:
     profile: Path | None = validated_field(None, Rule(Path, optional=True))
     # what prompts of more than 1.5 times the longest calibrated length run
     beyond: Beyond = validated_field("dense", Rule(str, allowed=get_args(Beyond)))
-    # where sampled errors are past the profile's limits; "auto" warns where it has limits, "dense" is from then on
+    # in shadow mode the server's own backend answers, and S2O computes beside it in one of so many calls of a layer
+    mode: Mode = validated_field("s2o", Rule(str, allowed=get_args(Mode)))
+    shadow_every: int = validated_field(16, Rule(int, low=1))
+    # while this file exists, no new batch runs S2O
+    off_file: Path | None = validated_field(None, Rule(Path, optional=True))
+    # where sampled errors are past the profile's limits: "auto" runs dense from then on, where it has limits
     drift: DriftChoice = validated_field("auto", Rule(str, allowed=get_args(DriftChoice)))
     # refuse another function of the same sizes, and what cannot be compared; else that is reported, nothing is proven
     strict: bool = validated_field(True, Rule(bool))
@@ -71,13 +79,7 @@ class Settings:
             if setting not in rules:
                 raise ConfigError(f'"{setting}" is not a setting of {name}: use {", ".join(sorted(rules))}')
         given = dict(section) | {"profile": section.get("profile") or os.environ.get(PROFILE_VARIABLE) or None}
-        settings = cls(**{setting: rules[setting].checked(value, setting) for setting, value in given.items()})
-        if not settings.metrics_host:
-            raise ConfigError(
-                f"metrics_host {settings.metrics_host!r} is no address: use 127.0.0.1 for this machine alone, or "
-                "0.0.0.0 for all who reach it"
-            )
-        return settings
+        return cls(**{setting: rules[setting].checked(value, setting) for setting, value in given.items()})
 
 
 BLIND_DRAFTERS = ("draft_model", "ngram", "ngram_gpu", "standalone", "suffix")  # which read no hidden states
@@ -141,13 +143,16 @@ class Server:
     """
 
     def __init__(self, settings: Settings, context: ServerContext) -> None:
-        self.fit, source = _load_fit(settings, context)
+        self.fit, source, digest = _load_fit(settings, context)
         cache = fit.find_cache_obstacle(context.kv_cache_dtype, self.fit.made_for)
         if self.fit.reads == "answers" and self.fit.obstacle is None:
             self.fit.obstacle = context.reads_all
         self.obstacle = self.fit.obstacle or context.obstacle or cache
         self.max_keys = context.max_keys
-        self.counters = Counters(settings.log_every)
+        self.fit.off_file = settings.off_file
+        shadow_every = settings.shadow_every if settings.mode == "shadow" else 0
+        build = __version__, digest, settings.mode
+        self.counters = Counters(settings.log_every, shadow_every, build, self.is_enabled)
         self._check_drift(settings, context.rank)
         if settings.metrics_port is not None:
             host, port = settings.metrics_host, settings.metrics_port + context.process.number
@@ -163,8 +168,12 @@ class Server:
         self._reserved_rows, self._context, self._source = 0, context, source
         if self.obstacle or context.device.type != "cuda":  # a GPU's is logged when the host's time is known
             self.log_start()
-        if self.fit.reads == "answers" and not self.obstacle:
+        if self.fit.reads == "answers" and not self.obstacle and not shadow_every:
             self._skip_unread_rows(context)
+
+    def is_enabled(self) -> bool:
+        """Return whether S2O may run: nothing at start was in its way, and it is not switched off."""
+        return not self.obstacle and not self.fit.is_switched_off
 
     def _skip_unread_rows(self, context: ServerContext) -> None:
         """Let the last layer compute no rows that nothing reads, unless something does; log it with the rest."""
@@ -181,16 +190,17 @@ class Server:
 
     def _check_drift(self, settings: Settings, rank: Rank) -> None:
         """Give the layers their drift monitors, which check every sampled call."""
-        if not self.fit.layers or read_check(settings.drift) is None:
-            return
-        if rank.size > 1:  # the profile states errors of whole layers
-            log.info("S2O: drift is not checked: a rank of several sees its own heads only")
+        if not self.fit.layers:
             return
         check, allowed = check_and_limits(self.fit.profile, settings.drift, "S2O: ")
         if check is None:
             return
+        action: Action = "warn" if settings.drift == "warn" else "dense"
+        # the profile has the errors of whole layers, and a rank's heads may spend up to this multiple of their part
+        margin = check.margin * min(rank.size, HEAD_CAP)
+        check = replace(check, every=1, action=action, margin=margin)
         for layer, errors in zip(self.fit.layers, allowed, strict=True):
-            layer.drift = DriftMonitor(replace(check, every=1, trial=EARLY), layer.layer, errors)
+            layer.drift = DriftMonitor(check, layer.layer, errors)
             self.counters.drift[layer.layer] = layer.drift
 
     def log_start(self) -> None:
@@ -252,7 +262,10 @@ class Server:
         with ThreadPoolExecutor(at_once) as threads:
             cases = product(by_kernels.values(), in_pages)
             calls = [threads.submit(self._run_small, *case, query, scoring) for case in cases]
-            return [call.result() for call in calls]
+        errors = [error for call in calls if isinstance(error := call.exception(), Exception)]
+        for error in errors:  # its layers are refused when they are called
+            self.counters.count_fault(-1, error)
+        return [call.result() for call in calls if call.exception() is None]
 
     def _may_be_copied(self, query: Tensor) -> bool:
         """Return whether a layer's cache, of a share of the GPU's memory, may be too large for kernels to read."""
@@ -273,19 +286,18 @@ class Server:
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
             seq_lens = torch.tensor([keys], dtype=torch.int32, device=device)
             table = torch.zeros(1, -(-keys // page), dtype=torch.int32, device=device)
-            cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=device), make_packed_starts(seq_lens)
+            cu_q, span = torch.tensor([0, queries], device=device), BatchSlice(0, 1, 0, queries, 0, queries, keys, keys)
+            arguments = make_call(span, cu_q.int(), seq_lens, table, page)
             if in_pages:
-                run = partial(
-                    s2o_attention_paged, q, *cache, config, cu_q=cu_q, seq_lens=seq_lens, block_table=table,
-                    max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k,
-                )  # fmt: skip
+                run = partial(s2o_attention_paged, q, *cache, config, **arguments)
             else:
                 k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
-                run = partial(s2o_attention_varlen, q, k, v, cu_q, cu_k, queries, keys, config)
+                starts = arguments["cu_q"], arguments["cu_k"]
+                run = partial(s2o_attention_varlen, q, k, v, *starts, queries, keys, config)
             run = partial(run, **scoring.arguments(), backend="triton")
             run()
             # what a check of drift reads
-            gather_keys(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)
+            gather_keys(PagedKeys(cache[0], cache[1], table, arguments["cu_k"], keys, keys), query.dtype)
         return run
 
 
@@ -302,11 +314,11 @@ def measure_host_flops(call: Callable[[], object], like: Tensor) -> float:
     return 2 * SIDE**3 * host.timeit(REPEATS).mean / gpu.timeit(REPEATS).mean
 
 
-def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str]:
-    """Load the profile that the settings name, or else one that is found, if any; return its name for the log too."""
+def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str, str]:
+    """Load the profile that the settings name, or one that is found, if any; return its name and digest too."""
     model, checkpoint, decode_queries = context.model_config, context.checkpoint, context.decode_queries
     if settings.profile is not None:
-        profile = load_profile(settings.profile)
+        path, profile = settings.profile, load_profile(settings.profile)
         compared = fit.check_model(profile, model, checkpoint, fit.STRICT if settings.strict else ())
         source = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
@@ -314,10 +326,12 @@ def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, 
             is_other = partial(fit.find_mismatch, config=model, checkpoint=checkpoint)
             match = find_profile(model, context.device, is_other)
         except (ProfileError, ModelError) as error:
-            return NoProfile(str(error), decode_queries), ""
-        profile, source = match.profile, f"{match}{', config not compared' if match.profile.config_unknown else ''}"
+            return NoProfile(str(error), decode_queries), "", ""
+        path, profile = match.path, match.profile
+        source = f"{match}{', config not compared' if profile.config_unknown else ''}"
     work = decode_queries, fit.count_row_weights(model) // context.rank.size
-    return RankProfile(profile, context.rank, context.device, settings.beyond, *work), source
+    rank_profile = RankProfile(profile, context.rank, context.device, settings.beyond, *work)
+    return rank_profile, source, hash_file(path)
 
 
 def _kernels_key(config: LayerConfig) -> object:

@@ -75,7 +75,10 @@ class _Backend:
             self.s2o_batch = reason
         else:
             slots = self.req_to_token_pool.req_to_token
-            self.s2o_batch = SglangBatch(forward_batch, slots, self._build_part, self.s2o_api.server)
+            try:
+                self.s2o_batch = SglangBatch(forward_batch, slots, self._build_part, self.s2o_api.server)
+            except Exception as error:  # nothing of S2O's ends a server
+                self.s2o_batch = self.s2o_api.server.counters.count_fault(-1, error)
 
     def _find_batch_reason(self, forward_batch: Any) -> str | None:
         """Return the reason why the stock backend computes a batch as a whole, by its sizes and ranks, or None."""
@@ -134,9 +137,10 @@ class _Backend:
         query = q if isinstance(served, str) else q.view(rows, heads, head_dim)
         scoring = Scoring(layer.scaling, layer.logit_cap or None, named.get("sinks"))
         call = LayerCall(
-            layer.layer_id, served, batch, query, scoring, read_pages, run_stock, run_stock_slice, make_output
-        )
-        return attend(call, rows, self.s2o_api.server.counters)
+            layer.layer_id, served, batch, query, scoring, rows, self.s2o_api.server.counters,
+            read_pages, run_stock, run_stock_slice, make_output,
+        )  # fmt: skip
+        return attend(call)
 
     def _find_batch(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> SglangBatch | str:
         """Return the batch of a call, or the reason why the stock backend computes the call as a whole."""
@@ -235,23 +239,23 @@ class SglangBatch(Batch):
         queries = [int(count) for count in source.extend_seq_lens_cpu]
         lengths = [int(prefix) + count for prefix, count in zip(source.extend_prefix_lens_cpu, queries, strict=True)]
         adapters: list[str | None] = getattr(source, "lora_ids", None) or [None] * len(queries)
-        starts = queries  # behind the rows whose log-probabilities nothing reads
+        unread = queries  # rows of each request whose log-probabilities nothing reads
         if server.fit.reads == "answers" and source.return_logprob:
-            starts = source.extend_logprob_start_lens_cpu
+            unread = source.extend_logprob_start_lens_cpu
         own_reasons = [
             DenseReason.ADAPTER if adapter is not None else DenseReason.PROMPT_LOGPROBS if start < count - 1 else None
-            for adapter, count, start in zip(adapters, queries, starts, strict=True)
+            for adapter, count, start in zip(adapters, queries, unread, strict=True)
         ]
         whole: list[int] = getattr(source, LENGTHS, [])
         left = list(map(sub, whole, lengths)) if len(whole) == len(lengths) else []
-        split = SplitRequests.from_batch(
-            [0, *accumulate(queries)], lengths, own_reasons, left, server.fit.count_last_rows
-        )
+        starts = [0, *accumulate(queries)]
+        split = SplitRequests.from_batch(starts, lengths, own_reasons, left, server.fit.count_last_rows)
         self._batch = batch = source if split.are_whole else split_batch(source, split)
         super().__init__(
             split, server.fit, server.max_keys, lambda span: build_part(slice_batch(batch, split.requests, span))
         )
         self.source, self._req_to_token = source, req_to_token
+        self.names = source.rids or ()
         self._edges: Tensor | None = None
 
     def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from .compat import INIT
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
+OF_WHOLE = ("_cache", "req_idx")  # ends of the names of fields that parts go without
 COMPUTED = "_num_computed_tokens_cpu"  # field with those of its keys that are not of its queries
 LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # keys on the host, exact for prompts; newest name first
 KEYS = ("seq_lens", *LENGTHS)  # fields with each request's keys
@@ -45,14 +46,21 @@ WHOLE_ONLY = {
 BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or why S2O has no part in it
 
 
+class RequestPart(NamedTuple):
+    """A request's part of a step."""
+
+    name: str | None = None  # of the request, None where it is not known
+    left: int | None = None  # tokens of its prompt behind the part
+    reason: DenseReason | None = None  # `Request.own_reason`
+
+
 @dataclass(frozen=True)
 class VllmApi:
     """The vLLM around S2O's classes, as functions."""
 
     get_server: Callable[[], Server]  # which is made when the first layer is
     get_layer_index: Callable[[str], int]  # in the whole model, by a layer's name
-    count_left: Callable[[int, int], int | None]  # tokens of its prompt behind a request of so many queries and keys
-    find_reason: Callable[[int, int], DenseReason | None] = lambda queries, keys: None  # `Request.own_reason`
+    find_part: Callable[[int, int], RequestPart]  # of this step, with so many queries and keys
 
     def get_layer_number(self, name: str) -> int:
         """Return a layer's number, by its name in the model; -1 for a part that is no decoder."""
@@ -123,8 +131,10 @@ class _Builder:
             return self._leave(metadata, reason)
         # fast: no schedule in buffers that the whole batch's metadata uses
         build_part = partial(stock_build, 0, fast_build=True)
-        batch = VllmBatch(common, build_part, server, self.s2o_api.count_left, self.s2o_api.find_reason)
-        setattr(metadata, BATCH, batch)
+        try:
+            setattr(metadata, BATCH, VllmBatch(common, build_part, server, self.s2o_api.find_part))
+        except Exception as error:  # nothing of S2O's ends a server
+            return self._leave(metadata, server.counters.count_fault(-1, error))
         return metadata
 
     def _leave(self, metadata: Any, reason: str) -> Any:
@@ -199,12 +209,14 @@ class _Implementation:
             batch,
             query,
             self.s2o_scoring,
+            attn_metadata.num_actual_tokens,
+            self.s2o_server.counters,
             read_pages=lambda: get_pages(kv_cache, self.num_kv_heads, self.head_size),
             run_stock=run_stock,
             run_stock_slice=run_stock_slice,
             make_output=lambda: (output, output.view(-1, self.num_heads, self.head_size)),
         )
-        return attend(call, attn_metadata.num_actual_tokens, self.s2o_server.counters)
+        return attend(call)
 
     def _find_layer(self, layer: Any, kv_cache: Tensor) -> tuple[int, ServedLayer | str]:
         """Return the decoder layer's number, -1 for no decoder, with the profile's layer or why there is none."""
@@ -235,7 +247,7 @@ class _Implementation:
 class VllmBatch(Batch):
     """One batch, as a metadata builder was given it in vLLM's `CommonAttentionMetadata`.
 
-    build: makes the stock backend's metadata of a part of it; count_left, find_reason: those of `VllmApi`.
+    build: makes the stock backend's metadata of a part of it; find_part: that of `VllmApi`.
     """
 
     def __init__(
@@ -243,13 +255,12 @@ class VllmBatch(Batch):
         common: Any,
         build: Callable[[Any], Any],
         server: Server,
-        count_left: Callable[[int, int], int | None],
-        find_reason: Callable[[int, int], DenseReason | None],
+        find_part: Callable[[int, int], RequestPart],
     ) -> None:
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         lengths = read_lengths(common)[: common.num_reqs].tolist()
         queries = [end - begin for begin, end in pairwise(starts)]
-        reasons, left = list(map(find_reason, queries, lengths)), list(map(count_left, queries, lengths))
+        self.names, left, reasons = zip(*map(find_part, queries, lengths), strict=True)
         split = SplitRequests.from_batch(starts, lengths, reasons, left, server.fit.count_last_rows)
         self._common = common if split.are_whole else split_batch(common, split)
         self._build = build
@@ -284,6 +295,9 @@ def find_batch_obstacle(common: Any) -> str | None:
     """Return the reason why the stock backend computes a batch as a whole, whatever its requests, or None."""
     if common.causal is not True:
         return "the batch is not causal"
+    numbers = getattr(common, "req_idx", None)  # of requests, without those that pad the batch
+    if numbers is not None and len(set(numbers.tolist())) < len(numbers):
+        return "several chunks share one context (prefill context parallelism)"
     return next((reason for name, reason in WHOLE_ONLY.items() if getattr(common, name, None) is not None), None)
 
 
@@ -303,7 +317,7 @@ def split_batch(common: Any, split: SplitRequests) -> Any:
     changes: dict[str, Any] = {"num_reqs": len(split.requests), "max_query_len": max(split.sizes[0])}
     for name in (field.name for field in fields(common)):
         value = getattr(common, name)
-        if name.endswith("_cache"):
+        if name.endswith(OF_WHOLE):
             changes[name] = None
         elif name in EDGES:
             changes[name] = numbers(split.starts, value)
@@ -326,8 +340,8 @@ def slice_batch(common: Any, span: BatchSlice) -> Any:
     }
     for name in (field.name for field in fields(common)):
         value = getattr(common, name)
-        if name.endswith("_cache"):
-            changes[name] = None  # the whole batch's, computed once
+        if name.endswith(OF_WHOLE):
+            changes[name] = None
         elif name in EDGES:
             changes[name] = value[span.first : span.last + 1] - span.begin
         elif name in OF_TOKENS:

@@ -15,9 +15,11 @@ from ..sequences import find_page_obstacle
 from ..serving.checkpoint import find_local_folder
 from ..serving.fit import Rank
 from ..serving.server import Process, Server, ServerContext, Settings, log_start_failures
-from .backend import VllmApi
+from .backend import RequestPart, VllmApi
+from .salt import opts_out
 
 SECTION = "s2o"  # of --additional-config, which has the settings
+UNKNOWN = RequestPart(reason=DenseReason.UNKNOWN_REQUEST)
 
 log = logging.getLogger("s2o_runtime")
 
@@ -26,25 +28,20 @@ class Prompts:
     """The prompts that a worker has not read to their end, and their sizes in the current step.
 
     vLLM tells its workers where prompts end, which requests have LoRA adapters and what is read of them, not its
-    backends.
+    backends. A request that the step does not have is dense: a microbatch's part of one, or of a worker that is not
+    watched.
     """
 
-    has_lora = False  # whether the server lets requests have adapters
     reads: Reads = "all"  # what the profile's budget is about
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
-        self._left: dict[tuple[int, int], int] = {}
         self._reasons: dict[str, DenseReason] = {}  # of requests that have one
-        self._by_sizes: dict[tuple[int, int], DenseReason | None] = {}  # in the current step
+        self._parts: dict[tuple[int, int], RequestPart] = {}  # of the current step, by queries and keys
         self._unknown = False
-        self._watched: set[type] = set()
 
     def watch(self, worker: type) -> None:
-        """Observe every step of a worker's class before it runs; once, however often it is asked for."""
-        if worker in self._watched:
-            return
-        self._watched.add(worker)
+        """Observe every step of a worker's class before it runs."""
         execute = worker.execute_model  # type: ignore[attr-defined]
 
         @wraps(execute)
@@ -57,14 +54,14 @@ class Prompts:
 
     def observe(self, step: Any) -> None:
         """Take in a step, vLLM's `SchedulerOutput`; from one that is not understood on, no prompt is known to end."""
-        self._left, self._by_sizes = {}, {}
+        self._parts = {}
         if self._unknown:
             return
         try:
             self._read(step)
-        except (AttributeError, KeyError, TypeError) as error:
+        except Exception as error:  # nothing of S2O's ends a server
             self._unknown = True
-            log.warning("S2O: this vLLM does not say where prompts end (%r): their last rows are sparse too", error)
+            log.warning("S2O: this vLLM does not say where prompts end (%r): all are dense", error)
 
     def _read(self, step: Any) -> None:
         for request in step.finished_req_ids:
@@ -91,29 +88,27 @@ class Prompts:
             left = length - before[request] - queries
             # backends know requests by their sizes alone: of two alike, the one that is dense counts
             sizes = queries, before[request] + queries
-            self._left[sizes] = min(left, self._left.get(sizes, left))
-            self._by_sizes[sizes] = self._reasons.get(request) or self._by_sizes.get(sizes)
+            other = self._parts.get(sizes, RequestPart(request, left))
+            reason = self._reasons.get(request) or other.reason
+            self._parts[sizes] = RequestPart(request, min(left, other.left), reason)
             if left <= 0:
                 del self._lengths[request]
 
-    def count_left(self, queries: int, keys: int) -> int | None:
-        """Count the tokens of a prompt behind this step's request of so many queries and keys; None if unknown."""
-        return self._left.get((queries, keys))
+    def find_part(self, queries: int, keys: int) -> RequestPart:
+        """Return this step's part of so many queries and keys."""
+        return self._parts.get((queries, keys), UNKNOWN)
 
     def _find_own_reason(self, new: Any) -> DenseReason | None:
         """Return why a request, vLLM's `NewRequestData`, is dense whatever its sizes; None if it is not."""
-        if self.has_lora and new.lora_request is not None:
+        if new.lora_request is not None:
             return DenseReason.ADAPTER
+        if opts_out(new.sampling_params):
+            return DenseReason.OPTED_OUT
         if self.reads == "all":
             return None
         if new.pooling_params is not None:  # embeddings, scores, classes
             return DenseReason.POOLING
         return None if new.sampling_params.prompt_logprobs is None else DenseReason.PROMPT_LOGPROBS
-
-    def find_reason(self, queries: int, keys: int) -> DenseReason | None:
-        """Return why this step's request of so many queries and keys is dense, or may be; None if it is not."""
-        unknown = DenseReason.ADAPTER if self.has_lora else None if self.reads == "all" else DenseReason.UNKNOWN_READER
-        return self._by_sizes.get((queries, keys), unknown)
 
 
 PROMPTS = Prompts()  # of this process
@@ -123,7 +118,7 @@ def make_api() -> VllmApi:
     """Return the functions by which S2O's classes ask this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return VllmApi(get_server, extract_layer_index, PROMPTS.count_left, PROMPTS.find_reason)
+    return VllmApi(get_server, extract_layer_index, PROMPTS.find_part)
 
 
 @lru_cache(maxsize=1)
@@ -146,7 +141,6 @@ def get_server() -> Server:
 
     PROMPTS.watch(Worker)
     config = get_current_vllm_config()
-    PROMPTS.has_lora = getattr(config, "lora_config", None) is not None
     model = config.model_config
     on_cpu = current_platform.is_cpu()
     drafter = str(config.speculative_config.method) if config.speculative_config else None

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..serving.sources import find_interface_obstacle
 from .compat import VllmInterface
+from .salt import salt_requests
 
 NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM
 FLASH = "s2o_runtime.vllm.flash.S2OBackend"
@@ -42,7 +43,12 @@ def register() -> None:
         copyreg.pickle(AttentionBackendEnum, _reduce_member)
     else:
         register_backend(AttentionBackendEnum.CUSTOM, path)
-    if (path := os.environ.get(CPU_VARIABLE, "")) and obstacle is None:
+    if obstacle is not None:
+        return
+    from vllm.v1.request import Request
+
+    salt_requests(Request)
+    if path := os.environ.get(CPU_VARIABLE, ""):
         register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
 

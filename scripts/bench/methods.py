@@ -33,7 +33,6 @@ from torch import Tensor
 
 from calibrate.curves.curves import compute_row_errors, select_worst
 from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
-from calibrate.evaluation.run import make_digest
 from calibrate.proof.layers import configure_call
 from calibrate.record import read_record
 from calibrate.timing import sample_times
@@ -43,6 +42,7 @@ from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError
+from s2o_runtime.files import hash_file
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import list_candidate_tiles
@@ -208,7 +208,7 @@ def all_layers(
                 rel_mse=statistics.fmean(row.rel_mse for row in rows),
                 worst=max(row.worst for row in rows),
                 layers=rows,
-                profile=None if path is None else make_digest(path),
+                profile=None if path is None else hash_file(path),
                 chunk=chunk,
                 turn=turn,
                 command=command(args, key, path, {"lengths": length, "chunks": chunk, "turns": turn}),

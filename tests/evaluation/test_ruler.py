@@ -14,11 +14,12 @@ from calibrate.evaluation import report, ruler
 from calibrate.evaluation.paired import adjust_holm
 from calibrate.evaluation.plan import EvaluationPlan
 from calibrate.evaluation.results import open_journal, summarise
-from calibrate.evaluation.run import Evaluation, evaluate, list_variants, make_digest
+from calibrate.evaluation.run import Evaluation, evaluate, list_variants
 from calibrate.evaluation.score import ForwardPass, score_ruler
 from calibrate.evaluation.tasks import Case
 from calibrate.model.models import load_tokenizer
 from s2o_runtime.errors import InputError
+from s2o_runtime.files import hash_file
 from support.pages import DEMO_PROFILE, ROOT
 from support.processes import called, refusal
 
@@ -172,7 +173,7 @@ def test_tasks_are_judged_listed_and_pooled_as_by_hand(demo, tmp_path):
 def test_a_card_has_the_line_of_its_own_profile(tmp_path):
     pooled = {"judged": [], "listed": ["ruler_vt"], "worse": [], "variant": "p", "length": 32768}
     pooled["nats"] = {"difference": -0.001, "low": -0.002, "high": 0.0}
-    summary = {"variants": [{"name": "p", "identity": make_digest(DEMO_PROFILE)}], "ruler_pooled": [pooled]}
+    summary = {"variants": [{"name": "p", "identity": hash_file(DEMO_PROFILE)}], "ruler_pooled": [pooled]}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "other.json").write_text(json.dumps(summary | {"variants": []}))
     flags = ["card", DEMO_PROFILE, "--evaluation"]

@@ -198,7 +198,7 @@ def test_reasons_that_have_a_remedy_are_those_that_layers_give(model):
 
 
 def test_a_reason_with_numbers_stays_what_it_is_in_another_process():
-    reason = DenseReason.TOO_LONG.with_numbers(150, 1.5)
+    reason = DenseReason.TOO_LONG.fill_in(150, 1.5)
     assert reason == "longer than 150 keys, 1.5 times the longest calibrated length"
     assert DenseReason.from_sentence(pickle.loads(pickle.dumps(reason))) is DenseReason.TOO_LONG
     assert f"{DenseReason.DECODE}" == str(DenseReason.DECODE) == "decode"

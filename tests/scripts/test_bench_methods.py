@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calibrate.evaluation.run import make_digest
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.files import hash_file
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, save_profile
 from s2o_runtime.reference.dense import exact_attention
@@ -96,7 +96,7 @@ def test_errors_and_densities_are_those_of_the_setting(entry, qkv, profile, chun
         assert 0.1 < layer.density < 0.95
     assert rows[DENSE, ""].rel_mse < 1e-10
     assert rows[key_of(V2)].layers[0].density == 1.0  # a layer that it leaves dense
-    assert rows[CALIBRATED_KEY].profile == make_digest(profile)
+    assert rows[CALIBRATED_KEY].profile == hash_file(profile)
 
 
 def test_times_are_of_all_layers_and_selecting_is_part_of_them(entry):

@@ -23,7 +23,8 @@ from support.interfaces import recorded
 from support.modules import put_modules
 
 VLLM, SGLANG = recorded("vllm"), recorded("sglang")
-REGISTRY = "vllm.v1.attention.backends.registry"
+OFF = {"s2o": "off"}
+REGISTRY, REQUEST = "vllm.v1.attention.backends.registry", "vllm.v1.request"
 FLASH, STOCK = "s2o_runtime.vllm.flash.S2OBackend", "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 
 
@@ -175,7 +176,9 @@ def in_vllm(monkeypatch):
                 backends._member_map_[backend] = member
 
         registry = {"AttentionBackendEnum": backends, "register_backend": register_backend}
-        put_modules(monkeypatch, {"vllm": {"__file__": "vllm/__init__.py"}, REGISTRY: registry})
+        requests = type("Request", (), {"from_engine_core_request": staticmethod(lambda request, hasher: request)})
+        modules = {"vllm": {"__file__": "vllm/__init__.py"}, REGISTRY: registry, REQUEST: {"Request": requests}}
+        put_modules(monkeypatch, modules)
         monkeypatch.setattr(vllm_plugin, "find_interface_obstacle", lambda interface, folder: obstacle)
         vllm_plugin.register.cache_clear()
         return backends, paths
@@ -205,6 +208,15 @@ def test_a_process_that_has_not_loaded_plugins_yet_understands_the_name(in_vllm)
     receiver, paths = in_vllm()
     assert pickle.loads(sent) == [receiver["S2O"], receiver.CPU_ATTN]
     assert paths == {"S2O": FLASH}
+
+
+def test_requests_that_opt_out_find_the_blocks_of_one_another_alone(in_vllm):
+    """In vLLM's prefix cache, which only a salt parts; a request's own stays in it."""
+    in_vllm()
+    vllm_plugin.register()
+    for extra, given, salt in (({}, None, None), (None, "a", "a"), (OFF, None, "s2o-off"), (OFF, "a", "as2o-off")):
+        request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra), cache_salt=given)
+        assert sys.modules[REQUEST].Request.from_engine_core_request(request, None).cache_salt == salt
 
 
 class MHATokenToKVPool:

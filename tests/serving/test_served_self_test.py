@@ -1,21 +1,18 @@
-"""The self-test of served layers, and what notices the settings of another layer, between fakes of both servers."""
-
-from dataclasses import replace
+"""The self-test of served layers, between fakes of both servers."""
 
 import pytest
 import torch
 
-from s2o_runtime.config import HeadConfig, LayerConfig
-from s2o_runtime.monitor.counters import EARLY, Counters
-from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
+from s2o_runtime.dense_reason import DenseReason
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving import attend as self_test
-from s2o_runtime.serving.attend import FEWEST_ROWS, UNTESTED
+from s2o_runtime.serving.attend import FEWEST_ROWS
 from s2o_runtime.serving.fit import TEST_KEYS, Rank
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, check_close, dense, two_layers
 
-EXHAUSTIVE = pytest.mark.exhaustive(reason="both servers share what is tested")
+UNTESTED = DenseReason.UNTESTED
 ON_CPU = ("s2o", "reference backend")
 
 
@@ -88,42 +85,3 @@ def test_a_layer_whose_output_differs_stays_dense(wrong, heads, untested, monkey
     assert [int(part.split(" (")[0]) for part in reason.split("heads ")[1].split(", expected")[0].split(", ")] == heads
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.message.startswith("S2O: layer 0 is dense: its self-test failed")
-
-
-def of_two_kinds(swapped):
-    """A profile of two layers, the first of which must never stop and the second may at once; or with them swapped."""
-    profile = two_layers()
-    tile = profile.layers[0][0].tile
-    layers = tuple(LayerConfig((HeadConfig(tau, 64),) * 4, tile) for tau in (0.0, 1e5))
-    return replace(profile, layers=(layers[::-1] if swapped else layers,) * 2).validate()
-
-
-def add_prompt(engine, layer):
-    """A prompt as a layer has it: in the first every query looks at all keys, in the second at its own alone."""
-    request = engine.add(300)
-    if layer == 1:
-        request.queries = 20 * request.keys.repeat_interleave(2, 1)
-    return request
-
-
-@pytest.mark.slow(reason="S2O's plain torch on twenty prompts")
-@pytest.mark.parametrize(
-    "swapped",
-    [True, pytest.param(False, marks=pytest.mark.exhaustive(reason="the same, of a profile that is right"))],
-)
-@pytest.mark.parametrize("untested", ["vllm", pytest.param("sglang", marks=EXHAUSTIVE)], indirect=True)
-def test_a_profile_whose_layers_are_swapped_is_noticed_within_its_first_prompts(swapped, untested, caplog):
-    """Though drift is only warned about."""
-    server = served(of_two_kinds(swapped))
-    for layer in server.fit.layers:
-        layer.drift = DriftMonitor(DriftCheck(every=1, trial=EARLY), layer.layer, ErrorLimits("rel_mse", {300: 1e-3}))
-    for number in range(2):
-        engine = untested(server=server)
-        for request in [add_prompt(engine, number) for _ in range(10)]:
-            engine.outputs([(request, 300)], number)
-    first, second = server.fit.layers
-    assert (first.dense_verdict is not None) == swapped
-    assert second.dense_verdict is None
-    if swapped:
-        assert "layer 0: in 8 of the last 8 checks" in caplog.text
-        assert "it runs dense from now on" in caplog.text

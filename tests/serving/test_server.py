@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,14 @@ from s2o_runtime.call import PLAIN
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
-from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
-from s2o_runtime.monitor.drift import read_error_limits
+from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters, PrometheusCollector
+from s2o_runtime.monitor.drift import HEAD_CAP, DriftCheck, read_error_limits
 from s2o_runtime.profile import load_profile, save_profile
 from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Settings
 from s2o_runtime.sglang import engine as sglang
+from s2o_runtime.version import __version__
 from s2o_runtime.vllm import engine as vllm
 from support.fake_server import context
 from support.modules import put_modules
@@ -164,16 +166,15 @@ def test_the_last_layer_skips_rows_under_a_budget_of_answers_where_nothing_else_
     assert server.obstacle == (None if computed else DenseReason.POOLING)
 
 
-def test_the_demos_limits_are_checked_on_one_rank(info_log):
-    server = started(rank=Rank())
+@pytest.mark.parametrize(("ranks", "share"), [(1, 1.0), (2, 2.0), (4, HEAD_CAP)])
+def test_each_rank_checks_what_its_heads_may_err_and_turns_layers_dense(ranks, share):
+    """No head of a profile may spend more than `HEAD_CAP` times its part of the layer's budget."""
+    server = started(rank=Rank(ranks - 1, ranks))
     assert {layer.layer for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
     check = server.fit.layers[0].drift.check
-    assert (check.action, check.trial) == ("warn", EARLY)
-    assert check.trial < check.after
-    assert not started(given={"drift": "off"}, rank=Rank()).counters.drift
-    assert "a rank of several sees" not in info_log.text
-    assert not started().counters.drift
-    assert "a rank of several sees its own heads only" in info_log.text
+    assert (check.action, check.every, check.margin) == ("dense", 1, share * DriftCheck().margin)
+    assert started(given={"drift": "warn"}).fit.layers[0].drift.check.action == "warn"
+    assert not started(given={"drift": "off"}).counters.drift
 
 
 def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
@@ -354,18 +355,63 @@ def test_every_process_has_a_port_of_its_own(server, apart):
     assert sorted(processes) == list(range(12))
 
 
-def test_prometheus_collects_the_counters():
-    pytest.importorskip("prometheus_client", reason="vLLM brings it")
-    from s2o_runtime.monitor.counters import PrometheusCollector
+def collect(monkeypatch, counters):
+    """Return the numbers that Prometheus gets, by metric and the values of its labels behind the rank's."""
+    metrics = {}
 
+    class Family:
+        def __init__(self, name, meaning, labels):
+            self.numbers = metrics.setdefault(name, {})
+
+        def add_metric(self, values, number):
+            assert values[0] == "the rank"
+            self.numbers[tuple(values[1:])] = number
+
+    families = {"CounterMetricFamily": Family, "GaugeMetricFamily": Family}
+    put_modules(monkeypatch, {"prometheus_client.core": families})
+    assert list(PrometheusCollector(counters, {"rank": "the rank"}).collect())
+    return metrics
+
+
+def test_prometheus_knows_what_runs_before_any_traffic(monkeypatch):
+    given, digest = {"mode": "shadow", "shadow_every": 4}, sha256(DEMO.read_bytes()).hexdigest()[:16]
+    servers = [started(given=given), started(kv_cache_dtype="fp8"), started(given={"off_file": str(DEMO)})]
+    assert [server.counters.shadow_every for server in servers] == [4, 0, 0]
+    enabled = [collect(monkeypatch, server.counters)["s2o_enabled"] for server in servers]
+    modes = (("shadow", True), ("s2o", False), ("s2o", False))
+    assert enabled == [{(__version__, digest, mode): is_enabled} for mode, is_enabled in modes]
+
+
+def test_prometheus_collects_the_counters_of_faults_too(monkeypatch):
     counters, cpu = Counters(), torch.device("cpu")
-    counters.add(3, "s2o", "long", 300)
+    fault = counters.count_fault(-1, ValueError("y."))
+    for path, reason, count in (("s2o", "long", 300), ("dense", fault, 8), ("dense", "x", 9)):
+        counters.add(3, path, reason, count)
     counters.end(3, "s2o", counters.begin(3, "s2o", cpu), cpu)
-    rows, density, error, calls, seconds = PrometheusCollector(counters, {"rank": "1"}).collect()
-    (sample,) = rows.samples
-    assert (sample.name, sample.value) == ("s2o_rows_total", 300)
-    assert sample.labels == {"rank": "1", "layer": "3", "path": "s2o", "reason": "long"}
-    assert density.samples == error.samples == []
-    assert [(sample.name, sample.value) for sample in calls.samples] == [("s2o_calls_total", 1)]
-    assert seconds.samples[0].labels == {"rank": "1", "layer": "3", "path": "s2o"}
-    assert seconds.samples[0].value > 0
+    counters.count_requests("ab")
+    counters.compare(3, torch.ones(4), torch.full((4,), 2.0))
+    counters.drift[3] = SimpleNamespace(verdict="too much", numbers=lambda: None)
+    metrics = collect(monkeypatch, counters)
+    assert metrics.pop("s2o_call_seconds")["3", "s2o"] > 0
+    rows = {("s2o", "long", "computed"): 300, ("dense", fault, "fault"): 8, ("dense", "x", "unsupported"): 9}
+    assert metrics == {
+        "s2o_enabled": {("", "", ""): True},
+        "s2o_requests": {(): 2},
+        "s2o_faults": {("-1", "ValueError"): 1},
+        "s2o_drift_verdict": {("3",): True},
+        "s2o_shadow_error": {("3",): 0.25},
+        "s2o_rows": {("3", *row): count for row, count in rows.items()},
+        "s2o_density": {},
+        "s2o_error": {},
+        "s2o_calls": {("3", "s2o"): 1},
+    }
+
+
+def test_a_fault_of_the_compiler_ends_no_start(monkeypatch):
+    def fail(*arguments, **named):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("s2o_runtime.serving.server.s2o_attention_paged", fail)
+    server = started()
+    server.compile_kernels(torch.zeros(300, 4, 64), PLAIN)
+    assert set(server.counters.faults) == {(-1, "RuntimeError")}

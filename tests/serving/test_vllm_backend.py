@@ -92,7 +92,11 @@ def test_layers_of_another_cache_group_read_its_pages(last_rows):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"causal": False}, "the batch is not causal"), ({"mm_req_doc_ranges": {0: [(0, 4)]}}, "rows of an image")],
+    [
+        ({"causal": False}, "the batch is not causal"),
+        ({"mm_req_doc_ranges": {0: [(0, 4)]}}, "rows of an image"),
+        ({"req_idx": torch.tensor([7, 7])}, "several chunks share one context"),
+    ],
 )
 def test_batches_that_cannot_be_shared_are_the_stock_backends_and_counted(change, reason):
     engine = engine_of()

@@ -65,6 +65,7 @@ class ForwardBatch:
     extend_prefix_lens_cpu: list[int] | None
     orig_seq_lens: Tensor | None = None
     lora_ids: list[str | None] | None = None
+    rids: list[str] | None = None
     return_logprob: bool = False
     extend_logprob_start_lens_cpu: list[int] | None = None
     token_indices_to_pool: list[Tensor] | None = None
@@ -228,6 +229,7 @@ class FakeEngine(Requests):
             counts,
             starts,
             lora_ids=[request.adapter for request, _ in parts],
+            rids=[str(id(request)) for request, _ in parts],
             return_logprob=any(request.logprobs for request, _ in parts),
             extend_logprob_start_lens_cpu=[0 if request.logprobs else count for request, count in parts],
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.vllm.backend import BATCH, VllmApi, mix_in
+from s2o_runtime.vllm.backend import BATCH, RequestPart, VllmApi, mix_in
 from support.fake_server import Request, Requests, take
 from support.server_batches import FEWEST
 from support.vllm_plain import PlainBuilder, PlainImpl
@@ -41,6 +41,7 @@ class Common:
     is_prefilling: Tensor | None = None
     seq_lens_cpu_upper_bound: Tensor | None = None
     mm_req_doc_ranges: Any = None
+    req_idx: Any = None
     _num_computed_tokens_cache: Tensor | None = None
 
 
@@ -83,9 +84,9 @@ class Stock:
     get_builder_cls = staticmethod(lambda: StockBuilder)
 
 
-def fake_backend(server: Any, left: Any = lambda queries, keys: None, **adapted: Any) -> Any:
-    """S2O's backend on the stock one, for a server; layers are named "layers.N". left, adapted: `VllmApi`'s."""
-    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2]), left, **adapted))
+def fake_backend(server: Any, find_part: Any = lambda queries, keys: RequestPart()) -> Any:
+    """S2O's backend on the stock one, for a server; layers are named "layers.N". find_part: `VllmApi`'s."""
+    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2]), find_part))
 
 
 @dataclass
@@ -100,7 +101,7 @@ class FakeEngine(Requests):
 
     def __post_init__(self) -> None:
         heads, kv_heads, head_dim = self.sizes
-        backend = fake_backend(self.server, self.left, find_reason=self.find_reason)
+        backend = fake_backend(self.server, self.find_part)
         self.builder = backend.get_builder_cls()()
         kv_cache_dtype = self.kv_cache_dtype or "auto"
         cap, sinks = self.scoring.get("softcap"), self.scoring.get("sinks")
@@ -134,20 +135,13 @@ class FakeEngine(Requests):
     def stock_rows(self) -> int:
         return self.impl.stock_rows
 
-    def find(self, queries: int, keys: int) -> list[Request]:
-        """The fed requests of so many queries and keys, by which alone vLLM's backends know them."""
-        return [request for request in self.requests if (request.fed, request.done) == (queries, keys)]
-
-    def left(self, queries: int, keys: int) -> int | None:
-        """Tokens of the prompt behind such a request."""
-        return min((len(request) - keys for request in self.find(queries, keys)), default=None) if self.ends else None
-
-    def find_reason(self, queries: int, keys: int) -> DenseReason | None:
-        """Return why such a request is dense whatever its sizes."""
-        requests = self.find(queries, keys)
-        if any(request.adapter for request in requests):
-            return DenseReason.ADAPTER
-        return DenseReason.PROMPT_LOGPROBS if any(request.logprobs for request in requests) else None
+    def find_part(self, queries: int, keys: int) -> RequestPart:
+        """Find fed requests by their queries and keys, by which alone vLLM's backends know them."""
+        found = [request for request in self.requests if (request.fed, request.done) == (queries, keys)]
+        left = min((len(request) - keys for request in found), default=None) if self.ends else None
+        reason = DenseReason.PROMPT_LOGPROBS if any(request.logprobs for request in found) else None
+        adapted = any(request.adapter for request in found)
+        return RequestPart(str(id(found[0])) if found else None, left, DenseReason.ADAPTER if adapted else reason)
 
     def prepare(self, parts: list[tuple[Request, int]], padding: int = 0, layer: int = 0) -> Prepared:
         """Write the keys of so many tokens of each request, and build the batch's metadata for one layer."""
@@ -173,6 +167,7 @@ class FakeEngine(Requests):
             positions=layout.positions,
             is_prefilling=torch.tensor([True] * len(counts)),
             seq_lens_cpu_upper_bound=lengths,
+            req_idx=torch.arange(len(parts)),
         )
         query, key, value = take(parts)
         self.impl.do_kv_cache_update(None, key, value, self.cache, common.slot_mapping)
