@@ -232,7 +232,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "proving": (read + timing + PROOFS * proof) / shared,
         "certifying": ATTEMPTS * certificate / shared if recipe.num_certify else 0.0,
     }
-    answers = sum(time_answers(length, ANSWERED, 1 + on_gpu) for length in proven)
+    answers = sum(time_answers(length, ANSWERED + 2 * on_gpu, 1) for length in proven)
     verifying = seconds | {"proving": read + proof + answers, "certifying": certificate}
     memory = _estimate_memory(recipe, sizes, geometry)
     return Estimate({name: value for name, value in seconds.items() if value}, memory, verifying)
