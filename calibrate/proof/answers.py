@@ -275,7 +275,7 @@ def copy_cache(cache: Any, turns: Tensor) -> Iterator[tuple[Tensor, Any]]:
     if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):  # one of linear attention lacks it
         held = sum(kept.nbytes for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None)
         at_once = max(1, CACHE_BYTES // max(held, 1))
-    for part in turns.split(at_once):
+    for part in torch.split(turns, at_once):
         copied = copy.deepcopy(cache)
         if len(part) > 1:
             copied.batch_repeat_interleave(len(part))
@@ -332,7 +332,7 @@ class Reading:
         asked = self.turns.hidden[:, rows]
         both = torch.cat([self.text.hidden[0, -last:], asked.flatten(0, 1)])
         log_probs = logits(both[None])[0].float().log_softmax(-1)
-        return log_probs[:last], log_probs[last:].unflatten(0, asked.shape[:2])
+        return log_probs[:last], log_probs[last:].reshape(*asked.shape[:2], -1)
 
 
 @contextmanager
