@@ -282,9 +282,7 @@ def copy_cache(cache: Any, turns: Tensor) -> Iterator[tuple[Tensor, Any]]:
         yield part, copied
 
 
-def read_by_layer(
-    worker: WorkerState, prompts: Sequence[Prompt], patches: Sequence[Patch]
-) -> list[list[PromptAnswers]]:
+def read_by_layer(worker: WorkerState, prompts: list[Prompt], patches: list[Patch]) -> list[list[PromptAnswers]]:
     """Compare the documents' own answers behind patched prefills with those behind the dense one, layer by layer."""
     loaded, texts = worker.loaded, [prompt.ids for prompt in prompts]
     turns = [Turns.from_questions(ask_about(loaded.tokenizer, text.tolist())) for text in texts]
@@ -320,9 +318,7 @@ class Reading:
         with self.patch():
             self.text = layer.dense(self.text, cache)
         if layer.attention is not None and not cache.get_seq_length(layer.number):
-            raise ModelError(
-                f"layer {layer.number} leaves no keys in transformers' cache, which answers need: use --budget-rel-mse"
-            )
+            raise ModelError(f"layer {layer.number} leaves no keys in a cache, which answers need: use --budget-rel-mse")
         parts = copy_cache(cache, self.turns.hidden)
         pieces = [layer.dense(replace(self.turns, hidden=part), copied).hidden for part, copied in parts]
         self.turns = replace(self.turns, hidden=torch.cat(pieces))
