@@ -318,7 +318,7 @@ class Reading:
         with self.patch():
             self.text = layer.dense(self.text, cache)
         if layer.attention is not None and not cache.get_seq_length(layer.number):
-            raise ModelError(f"layer {layer.number} leaves no keys in a cache, which answers need: use --budget-rel-mse")
+            raise ModelError(f"layer {layer.number} keeps no keys in a cache, as answers need: use --budget-rel-mse")
         parts = copy_cache(cache, self.turns.hidden)
         pieces = [layer.dense(replace(self.turns, hidden=part), copied).hidden for part, copied in parts]
         self.turns = replace(self.turns, hidden=torch.cat(pieces))
