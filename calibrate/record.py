@@ -287,10 +287,7 @@ class CertifiedAnswers(RecordNode):
     spent: float | None = record_field(
         "of what was adjusted to be spent, what the certificate left; absent if its first bound held", "share"
     )
-    quoted: bool | None = record_field(
-        "true if the answers are those that the documents give, because the model was not whole on the device; absent "
-        "if they are the dense model's"
-    )
+    quoted: bool | None = record_field("true if answers are the documents' own: the model is not whole on the device")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -191,8 +191,7 @@ def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
                 prompt = build(case, plan, evaluation.loaded.tokenizer, evaluation.user_prompts)
                 reference = _predict_densely(evaluation, case, prompt) if case.task == AGREEMENT else None
                 for _, variant in group:
-                    dense = journal.get(case.task, case.key(compared[0].identity))
-                    result = _measure(evaluation, prompt, variant, reference, dense, timed=case.task == TIME)
+                    result = _measure(evaluation, case, prompt, variant, reference)
                     journal.put(case.task, case.key(variant.identity), result)
                     step(f"{case.task} at {case.length} tokens")
             except torch.OutOfMemoryError as error:
@@ -211,26 +210,19 @@ def _predict_densely(evaluation: Evaluation, case: Case, prompt: AnyPrompt) -> t
 
 
 def _measure(
-    evaluation: Evaluation,
-    prompt: AnyPrompt,
-    variant: Variant,
-    reference: tuple[Tensor, Tensor] | None,
-    dense: Mapping[str, Any] | None,
-    timed: bool,
+    evaluation: Evaluation, case: Case, prompt: AnyPrompt, variant: Variant, reference: tuple[Tensor, Tensor] | None
 ) -> dict[str, Any]:
-    """Return a variant's result on a prompt: its time, what differs from dense's predictions, or its answers.
-
-    dense: the dense model's result, if it is there: a variant writes nearly the same text.
-    """
+    """Return a variant's result on a prompt: its time, what differs from dense's predictions, or its answers."""
     loaded = evaluation.loaded
     with run_as(loaded.model, variant):
-        if timed:
+        if case.task == TIME:
             return score.time_first_token(loaded, prompt.ids, evaluation.plan.repeats) | collect_run_stats(variant)
         forward = score.ForwardPass(loaded, prompt.ids, cache=isinstance(prompt, RulerQuestion))
         stats = collect_run_stats(variant)
     # behind the variant's prompt, but read with dense attention, as decoding always is
     if isinstance(prompt, RulerQuestion):
-        draft = prompt.answer if dense is None else encode(loaded.tokenizer, dense["text"])
+        dense = evaluation.journal.get(case.task, case.key(DENSE))  # nearly what a variant writes
+        draft = encode(loaded.tokenizer, dense["text"]) if dense else prompt.answer
         return score.score_ruler(loaded, forward, prompt, draft) | stats
     if reference is not None:
         return score.compare_predictions(forward, *reference) | stats

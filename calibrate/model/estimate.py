@@ -256,7 +256,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "proving": (timing + time_proof(PROOFS)) / shared,
         "certifying": certifying / shared if recipe.num_certify else 0.0,
     }
-    answers = sum(time_answers(length, ANSWERED, 1, 1 + on_gpu) for length in proven)
+    answers = sum(time_answers(length, ANSWERED + on_gpu, 1, 1) for length in proven)
     verifying = seconds | {"proving": time_proof(1) + answers, "certifying": certify(1)}
     memory = _estimate_memory(recipe, sizes, geometry)
     return Estimate({name: value for name, value in seconds.items() if value}, memory, verifying)

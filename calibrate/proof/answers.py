@@ -287,16 +287,14 @@ def copy_cache(cache: Any, turns: Tensor) -> Iterator[tuple[Tensor, Any]]:
     if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):  # one of linear attention lacks it
         held = sum(kept.nbytes for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None)
         at_once = max(1, CACHE_BYTES // max(held, 1))
-    for part in turns.split(at_once):
+    for part in torch.split(turns, at_once):
         copied = copy.deepcopy(cache)
         if len(part) > 1:
             copied.batch_repeat_interleave(len(part))
         yield part, copied
 
 
-def read_by_layer(
-    worker: WorkerState, prompts: Sequence[Prompt], patches: Sequence[Patch]
-) -> list[list[PromptAnswers]]:
+def read_by_layer(worker: WorkerState, prompts: list[Prompt], patches: list[Patch]) -> list[list[PromptAnswers]]:
     """Compare the documents' own answers behind patched prefills with those behind the dense one, layer by layer."""
     loaded, texts = worker.loaded, [prompt.ids for prompt in prompts]
     turns = [Turns.from_questions(ask_about(loaded.tokenizer, text.tolist())) for text in texts]
@@ -332,9 +330,7 @@ class Reading:
         with self.patch():
             self.text = layer.dense(self.text, cache)
         if layer.attention is not None and not cache.get_seq_length(layer.number):
-            raise ModelError(
-                f"layer {layer.number} leaves no keys in transformers' cache, which answers need: use --budget-rel-mse"
-            )
+            raise ModelError(f"layer {layer.number} keeps no keys in a cache, as answers need: use --budget-rel-mse")
         parts = copy_cache(cache, self.turns.hidden)
         pieces = [layer.dense(replace(self.turns, hidden=part), copied).hidden for part, copied in parts]
         self.turns = replace(self.turns, hidden=torch.cat(pieces))
@@ -344,7 +340,7 @@ class Reading:
         asked = self.turns.hidden[:, rows]
         both = torch.cat([self.text.hidden[0, -last:], asked.flatten(0, 1)])
         log_probs = logits(both[None])[0].float().log_softmax(-1)
-        return log_probs[:last], log_probs[last:].unflatten(0, asked.shape[:2])
+        return log_probs[:last], log_probs[last:].reshape(*asked.shape[:2], -1)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from calibrate.proof.certify import MIN_GROUPS, TextGroups, count_retrieval
 from calibrate.proof.certify_answers import CAP, build_answer_certificate
 from calibrate.proof.layers import ConfigSource
 from calibrate.proof.verify import LengthProof, Prover
+from calibrate.proof.weigh import measure_noise
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.record import CertifiedLength, CertifiedRetrieval, read_record
 from calibrate.work.executor import open_executor
@@ -156,13 +157,12 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
 
 def _measure_answers(prover: Prover, profile: Profile, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Measure the answers about the first prompts of a length."""
-    on_gpu = prover.executor.device.kind == "cuda"
-    kls, *noise = measure_answers(prover, prompts[:ANSWERED], [profile], noise=on_gpu)
+    (kls,) = measure_answers(prover, prompts[:ANSWERED], [profile])
     return {
         "kl": statistics.fmean(prompt.kl for prompt in kls),
         "worst_eighth": find_worst_eighth(kls),
         "second_turn": statistics.fmean(kl for prompt in kls for kl in prompt.second),
-        "noise": statistics.fmean(prompt.kl for prompt in noise[0]) if noise else None,
+        "noise": measure_noise(prover, prompts),
         "quoted": not prover.executor.resident,
     }
 

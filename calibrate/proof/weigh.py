@@ -61,8 +61,7 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
         return recipe
     if budget == default and budget < NOISE_ROOM * noise:
         raised = replace(recipe.budget, value=float(f"{NOISE_ROOM * noise:.2g}"))  # as a file's name has it
-        named = recipe.out.stem == str(recipe.budget)
-        out = recipe.out.with_stem(str(raised)) if named else recipe.out
+        out = recipe.out.with_stem(str(raised)) if recipe.out.stem == str(recipe.budget) else recipe.out
         log.warning("two dense kernels differ by %.1e nats: the budget is %s, the profile %s", noise, raised, out)
         return replace(recipe, budget=raised, out=out)
     if budget < noise:

@@ -198,6 +198,9 @@ def test_by_default_what_is_written_keeps_to_a_budget_of_answers(resident, tiny_
     opened = open_profile(str(tiny_folder), made.out, "cpu", needs_certificate=True)
     check = verify_certificate(opened, 5)
     assert (verify_proof(opened).problems, check.problems, check.lengths[0].groups) == ([], (), 3)
+    again = calibrate(replace(made, budget=Budget("kl", 1e-3), out=tmp_path / "q"), progress=False, loaded=loaded)
+    assert 0 < again.certificates[768].answers.bound <= 1e-3
+    assert not {"curves", "sensitivity"} & again.work.keys()  # another budget takes them from the journal
 
 
 def test_too_little_text_to_certify_on_is_refused_before_anything_is_measured(tiny_folder, tmp_path):

@@ -81,31 +81,22 @@ def test_what_has_no_prompts_is_refused(tokenizer, tiny_folder, monkeypatch):
         ruler._load_generators.__wrapped__()
 
 
-@pytest.mark.parametrize(("right", "passes"), [(6, 1), (5, 1), (3, 3), (0, 6)])
-def test_a_draft_changes_no_text_and_saves_passes(right, passes, demo, monkeypatch):
-    """Of six tokens; behind a wrong one at least one more is right after each pass."""
-    ids = torch.randint(0, 4096, (64,), generator=torch.Generator().manual_seed(0))
-    written = demo.model.generate(ids[None], max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 64:].tolist()
-    draft, read = written[:right] + [(token + 1) % 4096 for token in written[right:]], []
-    read_on = ForwardPass.read_on
-    monkeypatch.setattr(ForwardPass, "read_on", lambda self, tokens: read.append(tokens) or read_on(self, tokens))
-    question = ruler.RulerQuestion(ids, [1, 2], 6, lambda text: 0.5)
-    scored = score_ruler(demo, ForwardPass(demo, ids, cache=True), question, draft)
-    assert scored["text"] == demo.tokenizer.decode(written, skip_special_tokens=True)
-    assert len(read) - 1 <= passes  # one reads the right answer
-
-
 def test_an_answer_ends_where_it_is_whole_or_the_model_ends_it(demo, monkeypatch):
-    ids = torch.randint(0, 4096, (64,))
+    """Whatever its draft is, which saves passes: behind a wrong token at least one more is right after each."""
+    ids, read, read_on = torch.randint(0, 4096, (64,)), [], ForwardPass.read_on
     written = demo.model.generate(ids[None], max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 64:].tolist()
     texts = [demo.tokenizer.decode(written[:count], skip_special_tokens=True) for count in range(7)]
+    monkeypatch.setattr(ForwardPass, "read_on", lambda self, tokens: read.append(tokens) or read_on(self, tokens))
 
-    def write(score):
-        question = ruler.RulerQuestion(ids, [1, 2], 6, score)
-        return score_ruler(demo, ForwardPass(demo, ids, cache=True), question, [1, 2])
+    def write(score, right=0):
+        draft = written[:right] + [(token + 1) % 4096 for token in written[right:]]
+        return score_ruler(demo, ForwardPass(demo, ids, cache=True), ruler.RulerQuestion(ids, [1, 2], 6, score), draft)
 
-    whole = write(lambda text: 0.5)
-    assert (whole["score"], whole["text"], whole["answer_tokens"]) == (0.5, texts[6], 2)
+    for right, passes in ((6, 1), (5, 1), (3, 3), (0, 6)):
+        read.clear()
+        whole = write(lambda text: 0.5, right)
+        assert (whole["score"], whole["text"], whole["answer_tokens"]) == (0.5, texts[6], 2)
+        assert len(read) - 1 <= passes  # one reads the right answer
     assert write(lambda text: float(text == texts[3]))["text"] == texts[3]
     monkeypatch.setattr(demo.model.generation_config, "eos_token_id", [4095, written[1]])
     assert write(lambda text: 0.0)["text"] == texts[written.index(written[1]) + 1]

@@ -14,8 +14,8 @@ from calibrate.proof import answers, layers
 from calibrate.proof.answers import answer_densely, find_worst_eighth, measure_answers
 from calibrate.proof.verify import Prover
 from calibrate.work.executor import open_local_executor
-from s2o_runtime.config import LayerConfig
 from support.architectures import CASES
+from support.streamed import Layers, uniform
 from support.tiny import save_tiny, tiny_tokenizer
 
 LENGTH = 1024
@@ -55,18 +55,9 @@ def test_answers_are_those_that_the_dense_model_generates(loaded, prompt):
         assert log_probs[0].argmax() == turn[dense.turns.rows[0] + 1]
 
 
-class Taus:
+def with_taus(loaded, *taus):
     """A source of configurations: one tau for each layer."""
-
-    kv_cache_dtype = "auto"
-
-    def __init__(self, loaded, *taus):
-        self.configs = [
-            LayerConfig.uniform(loaded.geometry.query_heads, tau=tau, segment=128, lookback=64) for tau in taus
-        ]
-
-    def layer_config(self, layer, length):
-        return self.configs[layer]
+    return Layers(tuple(uniform(tau, loaded.geometry.query_heads) for tau in taus))
 
 
 def make_hybrid(name):
@@ -90,7 +81,7 @@ def test_answers_by_layer_are_those_of_the_whole_model(make, monkeypatch):
         with open_local_executor(loaded) as executor:
             executor.resident = resident
             monkeypatch.setattr(answers, "CACHE_BYTES", answers.CACHE_BYTES * resident)  # then one turn at a time
-            sources = [Taus(loaded, *[tau] * loaded.geometry.layers) for tau in (100.0, 0.5)]
+            sources = [with_taus(loaded, *[tau] * loaded.geometry.layers) for tau in (100.0, 0.5)]
             measured.append(measure_answers(Prover(executor), prompts, sources))
     whole, by_layer = (list(chain.from_iterable(variants)) for variants in measured)
     for one, other in zip(whole, by_layer, strict=True):
@@ -102,7 +93,7 @@ def test_answers_by_layer_are_those_of_the_whole_model(make, monkeypatch):
 def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
     """The prefill's rows of the last layer feed nothing that is read; those of the first do."""
     with open_local_executor(loaded) as executor:
-        sources = [Taus(loaded, *taus) for taus in ((0.0, 0.0), (0.0, 100.0), (0.5, 0.0), (100.0, 0.0))]
+        sources = [with_taus(loaded, *taus) for taus in ((0.0, 0.0), (0.0, 100.0), (0.5, 0.0), (100.0, 0.0))]
         exact, last, first, more = (kls[0] for kls in measure_answers(Prover(executor), [prompt], sources))
     assert max(map(abs, (*exact.first, *exact.second))) < 1e-6
     assert last == exact
@@ -140,7 +131,7 @@ def test_needles_are_those_that_the_proof_counts(loaded, monkeypatch):
             ids[place] = loaded.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
         spans.append((begin, begin + 3))
     ids[spans[3][0]] = (ids[spans[3][0]] + 1) % 98
-    prompts, source = [Prompt(ids, tuple(spans))], Taus(loaded, 100.0, 100.0)
+    prompts, source = [Prompt(ids, tuple(spans))], with_taus(loaded, 3.0, 3.0)
     with open_local_executor(loaded) as executor:
         prover = Prover(executor)
         ((counted,),) = measure_answers(prover, prompts, [source])

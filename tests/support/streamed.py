@@ -12,9 +12,9 @@ from s2o_runtime.config import LayerConfig, TileConfig
 TILE = TileConfig(64, 32, 1, 4, 1)
 
 
-def uniform(tau):
-    """A layer of the models of `support.models` with one threshold."""
-    return LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE, lookback=64)
+def uniform(tau, heads=4):
+    """A layer with one threshold; the models of `support.models` have four heads."""
+    return LayerConfig.uniform(heads, tau=tau, segment=64, tile=TILE, lookback=64)
 
 
 @dataclass(frozen=True)
