@@ -64,7 +64,8 @@ class Prompts:
             self._read(step)
         except (AttributeError, KeyError, TypeError) as error:
             self._unknown = True
-            log.warning("S2O: this vLLM does not say where prompts end (%r): their last rows are sparse too", error)
+            message = "S2O: this vLLM does not say where prompts end (%r): last rows are sparse, chunks go by the keys so far"
+            log.warning(message, error)
 
     def _read(self, step: Any) -> None:
         for request in step.finished_req_ids:
