@@ -64,7 +64,9 @@ class Prompts:
             self._read(step)
         except (AttributeError, KeyError, TypeError) as error:
             self._unknown = True
-            message = "S2O: this vLLM does not say where prompts end (%r): last rows are sparse, chunks go by the keys so far"
+            message = (
+                "S2O: this vLLM does not say where prompts end (%r): last rows are sparse, chunks go by keys so far"
+            )
             log.warning(message, error)
 
     def _read(self, step: Any) -> None:
