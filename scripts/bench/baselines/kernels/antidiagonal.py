@@ -29,14 +29,14 @@ MASS_SCORES = 2048  # that the second kernel loads at once
 WORKSPACE_BYTES = 256 << 20
 
 
-@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "first", "groups", "columns"])
+@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "groups", "columns"])
 def _antidiagonal(
-    Q, K, HEADS, LOCAL, qk_scale, group, q_len, kv_len, first, groups, columns,
+    Q, K, HEADS, LOCAL, qk_scale, group, q_len, kv_len, groups, columns,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl,
     D: tl.constexpr, DEPTH: tl.constexpr, S: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, SWEEP: tl.constexpr,
 ):  # fmt: skip
-    """LOCAL[b, n, g, c] = log-sum-exp in base 2 of query group first + g's scores with the PER groups of key block c.
+    """LOCAL[b, n, g, c] = log-sum-exp in base 2 of query group g's scores with the PER groups of key block c.
 
     The score of two groups is the sum of the products of query S - 1 - s of one and key s of the other, times qk_scale.
     A group sees key groups that begin at or before its last query: minus infinity in blocks where it sees none, and
@@ -48,7 +48,7 @@ def _antidiagonal(
         HEADS               int32 [n]: the query head of each chosen one; a number would spill registers on sm_100
         LOCAL               float32 [B, n, groups, columns]
 
-    group: query heads of a KV head; first, groups: the first query group and their number; columns: key blocks.
+    group: query heads of a KV head; groups: of queries; columns: key blocks.
     """
     n = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -60,11 +60,11 @@ def _antidiagonal(
     row0 = (sweep + within % height) * BM
     key0 = within // height * BN
     offset = kv_len - q_len
-    end = tl.minimum(offset + (first + tl.minimum(row0 + BM, groups)) * S, kv_len)
+    end = tl.minimum(offset + tl.minimum(row0 + BM, groups) * S, kv_len)
     if key0 * S < end:
         h = tl.load(HEADS + n).to(tl.int64)
         rows = row0 + tl.arange(0, BM)
-        queries = (first + rows) * S + S - 1
+        queries = rows * S + S - 1
         keys = (key0 + tl.arange(0, BN)) * S
         offs_d = tl.arange(0, DEPTH)
         q_tile = Q + b * stride_qb + h * stride_qh + queries.to(tl.int64)[:, None] * stride_ql + offs_d[None, :]
@@ -85,7 +85,7 @@ def _antidiagonal(
             scores = tl.dot(q, k, scores, input_precision="ieee")
 
         seen = tl.minimum(offset + queries, kv_len - 1)
-        if (key0 + BN - 1) * S > tl.minimum(offset + (first + row0) * S + S - 1, kv_len - 1):
+        if (key0 + BN - 1) * S > tl.minimum(offset + row0 * S + S - 1, kv_len - 1):
             scores = tl.where(keys[None, :] <= seen[:, None], scores, float("-inf"))
         if PER == 1:
             local = scores * qk_scale
@@ -104,24 +104,22 @@ def _antidiagonal(
         )
 
 
-@triton.jit(
-    do_not_specialize=["q_len", "kv_len", "begin", "groups", "columns", "n_first", "heads", "all_rows", "width"]
-)
+@triton.jit(do_not_specialize=["q_len", "kv_len", "groups", "columns", "n_first", "heads"])
 def _mass(
-    LOCAL, WEIGHTS, q_len, kv_len, begin, groups, columns, n_first, heads, all_rows, width,
+    LOCAL, WEIGHTS, q_len, kv_len, groups, columns, n_first, heads,
     S: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """WEIGHTS[b, n_first + n, begin + i] = each key block's softmax mass, the mean over ROWS groups of row block i.
+    """WEIGHTS[b, n_first + n, i] = each key block's softmax mass, the mean over ROWS groups of row block i.
 
-    Programs: (row blocks of the slice, n, B). BC: columns at once.
+    Programs: (row blocks, n, B). BC: columns at once.
 
         LOCAL               float32 [B, n, groups, columns]: as `_antidiagonal` wrote it
-        WEIGHTS             float32 [B, heads, all_rows, width]
+        WEIGHTS             float32 [B, heads, row blocks, columns]
     """
     i = tl.program_id(0)
     n = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    end = tl.minimum(kv_len - q_len + (begin + i + 1) * ROWS * S, kv_len)
+    end = tl.minimum(kv_len - q_len + (i + 1) * ROWS * S, kv_len)
     seen = (end + PER * S - 1) // (PER * S)
     rows = i * ROWS + tl.arange(0, ROWS)
     real = rows < groups
@@ -138,10 +136,10 @@ def _mass(
         m = m_new
     total = tl.where(real, m + tl.log2(tl.where(real, l, 1.0)), 0.0)
     count = tl.minimum(groups - i * ROWS, ROWS).to(tl.float32)
-    out = WEIGHTS + ((b * heads + n_first + n) * all_rows + begin + i) * width + offs_c
-    for c in range(0, width, BC):
+    out = WEIGHTS + ((b * heads + n_first + n) * tl.num_programs(0) + i) * columns + offs_c
+    for c in range(0, columns, BC):
         x = tl.load(local + c, mask=real[:, None] & (c + offs_c < seen)[None, :], other=float("-inf"))
-        tl.store(out + c, tl.sum(tl.exp2(x - total[:, None]), 0) / count, mask=c + offs_c < width)
+        tl.store(out + c, tl.sum(tl.exp2(x - total[:, None]), 0) / count, mask=c + offs_c < columns)
 
 
 def antidiagonal_mass(
@@ -150,7 +148,7 @@ def antidiagonal_mass(
     """Mean softmax mass of each block for some query heads.
 
     The score of `stride` queries and as many keys is the sum of their antidiagonal times scale / stride. The
-    log-sum-exps in between take at most `WORKSPACE_BYTES`, or what one row of tiles of one head needs.
+    log-sum-exps in between take at most `WORKSPACE_BYTES`, or what one head needs.
 
     Args:
         q: [B, Hq, Lq, D], bfloat16 or float16, any D.
@@ -174,49 +172,39 @@ def antidiagonal_mass(
     tile = antidiagonal_tile(capability)
     batch, n = q.shape[0], part.stop - part.start
     per_row, per_column = grid.block_m // stride, grid.block_n // stride
+    groups = -(-grid.q_len // stride)
+    tiles = -(-groups // tile.block_m) * -(-grid.columns * per_column // tile.block_n)
     weights = torch.empty(batch, n, grid.rows, grid.columns, dtype=torch.float32, device=q.device)
-    row_bytes = 4 * batch * per_row * grid.columns  # of one row block
-    least = -(-tile.block_m // per_row)
-    step = min(grid.rows, max(1, WORKSPACE_BYTES // (row_bytes * least)) * least)
-    at_once = min(n, max(1, WORKSPACE_BYTES // (row_bytes * step)))
-    workspace = torch.empty(row_bytes // 4 * step * at_once, dtype=torch.float32, device=q.device)
-    for begin in range(0, grid.rows, step):
-        end = min(begin + step, grid.rows)
-        first = begin * per_row
-        groups = min(end * per_row, -(-grid.q_len // stride)) - first
-        seen = min(grid.offset + end * grid.block_m, grid.kv_len)
-        columns = -(-seen // grid.block_n)
-        tiles = -(-groups // tile.block_m) * -(-columns * per_column // tile.block_n)
-        for n_first in range(0, n, at_once):
-            heads = min(at_once, n - n_first)
-            first_head = part.start + n_first
-            numbers = torch.arange(first_head, first_head + heads, dtype=torch.int32, device=q.device)
-            launch(
-                _antidiagonal,
-                (tiles, heads, batch),
-                {
-                    "Q": q, "K": k, "HEADS": numbers, "LOCAL": workspace,
-                    "qk_scale": scale / stride * LOG2E, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len,
-                    "kv_len": grid.kv_len, "first": first, "groups": groups, "columns": columns,
-                    **list_strides("bhl", q=q, k=k),
-                },
-                {
-                    "D": q.shape[3], "DEPTH": DEPTH, "S": stride, "PER": per_column, "BM": tile.block_m,
-                    "BN": tile.block_n, "STAGES": tile.stages, "SWEEP": SWEEP,
-                },
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                maxnreg=MAX_REGISTERS,
-            )  # fmt: skip
-            launch(
-                _mass,
-                (end - begin, heads, batch),
-                {
-                    "LOCAL": workspace, "WEIGHTS": weights, "q_len": grid.q_len, "kv_len": grid.kv_len, "begin": begin,
-                    "groups": groups, "columns": columns, "n_first": n_first, "heads": n, "all_rows": grid.rows,
-                    "width": grid.columns,
-                },
-                {"S": stride, "PER": per_column, "ROWS": per_row, "BC": MASS_SCORES // per_row},
-                num_warps=MASS_WARPS,
-            )  # fmt: skip
+    at_once = min(n, max(1, WORKSPACE_BYTES // (4 * batch * groups * grid.columns)))
+    workspace = torch.empty(batch * at_once * groups * grid.columns, dtype=torch.float32, device=q.device)
+    for n_first in range(0, n, at_once):
+        heads = min(at_once, n - n_first)
+        first_head = part.start + n_first
+        numbers = torch.arange(first_head, first_head + heads, dtype=torch.int32, device=q.device)
+        launch(
+            _antidiagonal,
+            (tiles, heads, batch),
+            {
+                "Q": q, "K": k, "HEADS": numbers, "LOCAL": workspace, "qk_scale": scale / stride * LOG2E,
+                "group": q.shape[1] // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len, "groups": groups,
+                "columns": grid.columns, **list_strides("bhl", q=q, k=k),
+            },
+            {
+                "D": q.shape[3], "DEPTH": DEPTH, "S": stride, "PER": per_column, "BM": tile.block_m,
+                "BN": tile.block_n, "STAGES": tile.stages, "SWEEP": SWEEP,
+            },
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            maxnreg=MAX_REGISTERS,
+        )  # fmt: skip
+        launch(
+            _mass,
+            (grid.rows, heads, batch),
+            {
+                "LOCAL": workspace, "WEIGHTS": weights, "q_len": grid.q_len, "kv_len": grid.kv_len, "groups": groups,
+                "columns": grid.columns, "n_first": n_first, "heads": n,
+            },
+            {"S": stride, "PER": per_column, "ROWS": per_row, "BC": MASS_SCORES // per_row},
+            num_warps=MASS_WARPS,
+        )  # fmt: skip
     return weights
