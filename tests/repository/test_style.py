@@ -6,6 +6,7 @@ Run as a script, it prints the names that break a rule.
 import ast
 import math
 import re
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -97,6 +98,14 @@ def test_docstrings_do_not_begin_with_a_question_word():
     total, questions = count_docstrings()
     assert total > 1000
     assert questions / total <= MOST_SHARE_OF_QUESTIONS, f"{questions} of {total} docstrings begin with a question word"
+
+
+def test_no_class_name_is_used_twice():
+    """A name means one thing in the whole repository."""
+    classes = [(node.name, path) for path, node in nodes(ast.ClassDef, (*PACKAGES, "scripts"))]
+    counts = Counter(name for name, _ in classes)
+    assert len(counts) > 100
+    assert [found for found in classes if counts[found[0]] > 1] == []
 
 
 def test_no_host_function_has_too_many_parameters_without_a_reason():
