@@ -1,7 +1,6 @@
 """A model is its function: what changes it is another model, what only wraps it is the same."""
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,15 +22,12 @@ from s2o_runtime import explain, load_profile, patch, unpatch
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import (
     BASE,
-    CONFIG,
     WITHOUT_EFFECT,
     _read_rope_parameters,
     compose_fingerprint,
     explain_config_mismatch,
     explain_mismatch,
-    fingerprint,
     select_config_values,
-    split_fingerprint,
 )
 from s2o_runtime.profile import save_profile
 from support.models import CONFIGS, SIZES, make_profile, twin
@@ -237,19 +233,6 @@ def test_modules_and_prompts_that_peft_trained_are_another_model():
     with torch.no_grad():
         next(parameter for name, parameter in trained.named_parameters() if "modules_to_save" in name).add_(1.0)
     assert ADAPTERS in refusal(trained, profile)
-
-
-def test_a_profile_keeps_the_config_in_a_field_that_older_versions_do_not_read(tmp_path):
-    model = random_model(CONFIGS["llama"])
-    profile = make_profile(model, 2.0)
-    save_profile(profile, tmp_path / "p.safetensors")
-    assert load_profile(tmp_path / "p.safetensors") == profile
-    fields = split_fingerprint(profile.fingerprint)
-    assert fields["config"] == json.loads(profile.fingerprint.partition(CONFIG)[2])
-    assert fields["config"] == select_config_values(model.config)
-    old = dataclasses.replace(profile, fingerprint=fields["fingerprint"])  # all that a file has of it that is older
-    assert explain_mismatch(fingerprint(model), old.fingerprint) is None
-    assert "is not the one" in explain_mismatch(fingerprint(model), profile.fingerprint.replace("silu", "gelu"))
 
 
 def test_a_profile_without_the_config_is_said_to_be_one_and_refused_under_strict(info_log):

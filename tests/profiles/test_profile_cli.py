@@ -254,7 +254,10 @@ def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert run("retile", FULL, "--device", "cpu") == (0, f"wrote {FULL.stem}-cpu.safetensors\n")
     assert "no tiles were tuned, because a CPU runs any" in caplog.text
-    assert load_profile(f"{FULL.stem}-cpu.safetensors").record["retiled"]["note"] in caplog.text
+    before, after = load_profile(FULL), load_profile(f"{FULL.stem}-cpu.safetensors")
+    assert (after.layers, after.device.kind, after.record["proof"]) == (before.layers, "cpu", before.record["proof"])
+    retiled = read_record(after).retiled
+    assert (retiled.timed, retiled.dense_layers, retiled.note in caplog.text) == ((), 0, True)
 
 
 def test_a_foreign_text_in_a_card_is_only_text():

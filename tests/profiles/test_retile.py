@@ -204,13 +204,6 @@ def test_tiles_that_fail_are_passed_over(old, gpu, tmp_path):
     assert {config.tile.block_m for config in run(tmp_path).layers[0][:2]} == {128}
 
 
-def test_a_cpu_takes_the_profile_as_it_is(old, tmp_path):
-    done = run(tmp_path)
-    assert (done.layers, done.device, done.record["proof"]) == (old.layers, CPU, f"held out on {H200}")
-    retiled = read_record(done).retiled
-    assert (retiled.timed, retiled.dense_layers) == ((), 0)
-
-
 LACKS_DENSITIES = r"does not give every layer's density at \[1024, 2048\] tokens: use a"
 
 
