@@ -7,16 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Gemma2Config,
-    GraniteConfig,
-    LlamaConfig,
-    Qwen3MoeConfig,
-)
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from s2o_runtime import explain, load_profile, patch, unpatch
 from s2o_runtime.errors import ProfileError
@@ -62,10 +54,10 @@ def refusal(model, profile):
 @pytest.mark.parametrize(
     ("config", "field", "value"),
     [
-        (Qwen3MoeConfig(**MOE), "num_experts_per_tok", 1),
-        (GraniteConfig(**SIZES, attention_multiplier=0.125), "attention_multiplier", 0.03),
-        (Gemma2Config(**SIZES, sliding_window=64), "sliding_window", 16),
-        (Gemma2Config(**SIZES), "final_logit_softcapping", None),
+        (transformers.Qwen3MoeConfig(**MOE), "num_experts_per_tok", 1),
+        (transformers.GraniteConfig(**SIZES, attention_multiplier=0.125), "attention_multiplier", 0.03),
+        (transformers.Gemma2Config(**SIZES, sliding_window=64), "sliding_window", 16),
+        (transformers.Gemma2Config(**SIZES), "final_logit_softcapping", None),
         (LlamaConfig(**SIZES), "rms_norm_eps", 0.5),
         (LlamaConfig(**SIZES), "hidden_act", "relu"),
     ],
@@ -120,7 +112,7 @@ def test_one_model_saved_by_the_oldest_and_the_newest_transformers_is_the_same(n
     assert texts[0] != texts[1]
     as_saved = [SimpleNamespace(**text) for text in texts]
     # transformers 5.17 cannot read the rope_parameters that 5.0 writes of Gemma 3
-    loaded = [AutoConfig.for_model(**text) for text in texts[name == "gemma3_text" :]]
+    loaded = [transformers.AutoConfig.for_model(**text) for text in texts[name == "gemma3_text" :]]
     for configs in (as_saved, loaded):
         values = [select_config_values(config) for config in configs]
         assert explain_config_mismatch(values[0], values[-1]) is None
@@ -154,7 +146,7 @@ def test_a_model_without_its_head_is_the_model(tied, tmp_path):
     profile = make_profile(model, 2.0)
     assert (BASE in profile.fingerprint) is not tied
     model.save_pretrained(tmp_path)
-    for made in (AutoModel, AutoModelForSequenceClassification):
+    for made in (AutoModel, transformers.AutoModelForSequenceClassification):
         base = made.from_pretrained(tmp_path, attn_implementation="eager").eval()
         assert refusal(base, profile) is None
         with torch.no_grad():

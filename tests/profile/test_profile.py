@@ -163,10 +163,8 @@ MIXED = {"layer_numbers": [1, 3], "other_layers": {"linear_attention": 1, "slidi
         ("baselines", [["pbs:keep=0.9"]], "field baselines is"),
         ("model.*", [{"layers": 1 << 14, "query_heads": 1 << 14}], "make 536870912 heads: at most 1048576"),
         ("model.layers", [0, (1 << 14) + 1], "field model.layers is"),
-        ("model.query_heads", [0, 10**9], "field model.query_heads is"),
         ("model.kv_heads", [2], "field model.kv_heads is 2: expected a divisor of 3"),
         ("device.sm_count", [-1, (1 << 16) + 1], "field device.sm_count is"),
-        ("device.memory_bytes", [-1, (1 << 48) + 1], "field device.memory_bytes is"),
         ("device.capability", [[9], [True, 0], [9, 1000], [-1, 0], [9, 0, 0]], "field device.capability is"),
         ("lengths", [[], [1.5, 2], [True, 2], [0, 2], [1, 1 << 25], [*range(1, 258)]], "field lengths is"),
         ("lengths", [[4096, 1024], [1024, 1024]], "lengths .* are not ascending"),
@@ -354,17 +352,6 @@ def test_what_is_no_regular_file_is_refused_and_stays(make, what, tmp_path):
             write_atomically(path, b"new")
     assert (tmp_path / "p").lstat() == before
     assert sorted(os.listdir(tmp_path)) == ["link", "p"]
-
-
-def test_a_symbolic_link_stays_one(tmp_path):
-    """Also one whose target is not there yet."""
-    (tmp_path / "store").mkdir()
-    (tmp_path / "link").symlink_to("store/p")
-    for data in (b"old", b"new"):
-        write_atomically(tmp_path / "link", data)
-        assert (tmp_path / "link").is_symlink()
-        assert (tmp_path / "store" / "p").read_bytes() == data
-    assert os.listdir(tmp_path / "store") == ["p"]
 
 
 MIXED_GEOMETRY = Geometry("gemma3_text", 2, 3, 1, 64, (1, 3), (("linear_attention", 1), ("sliding_attention", 1)))
