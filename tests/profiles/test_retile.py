@@ -144,10 +144,9 @@ def test_heads_are_timed_at_the_density_that_the_record_gives(gpu, tmp_path):
     for index, head in enumerate(config.heads[:2]):
         method = RankingConfig(head.segment, head.representatives)
         density = measure(prompt, [method], [shape])[method, shape].density[index]
-        low = max(i for i, tau in enumerate(TAUS) if math.log(tau) <= math.log(head.tau) + 1e-9)
-        high = min(low + 1, len(TAUS) - 1)
-        assert float(density[high]) - 1e-9 <= DENSITY <= float(density[low]) + 1e-9
         assert TAUS[0] < head.tau < TAUS[-1]
+        above = next(i for i, tau in enumerate(TAUS) if tau > head.tau * (1 + 1e-9))
+        assert float(density[above]) - 1e-9 <= DENSITY <= float(density[above - 1]) + 1e-9
     assert config.heads[0].tau != config.heads[1].tau
 
 
