@@ -15,7 +15,6 @@
 # make sglang: SGLang's engine on a CPU with S2O as its backend, in an environment of its own under build/sglang.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
 # make interfaces: what S2O relies on in the sources of these two versions, recorded anew.
-# make bare: the runtime where only torch, triton and safetensors are installed, and then with transformers.
 
 VENV := .venv
 TRITONS := 3.6.0 3.9.0
@@ -56,9 +55,9 @@ SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.1
 	gguf interegular IPython llguidance modelscope msgspec nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4 orjson \
 	partial_json_parser pillow prometheus-client psutil pybase64 python-multipart pyzmq requests scipy sentencepiece==0.2.1 \
 	setproctitle soundfile tiktoken transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
-BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
+SHIPPED_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all pytest weight aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
+.PHONY: docs tables demo check test test-all pytest weight aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures wheel coverage mutants vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
 
 # as many threads as cores are idle: threads that wait for one another where others use the cores take several times as long
 demo: export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, round((os.cpu_count() or 1) - os.getloadavg()[0])))")
@@ -118,7 +117,7 @@ architectures: $(READY) $(CACHES)
 	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures
 
 # sdist and wheel, the wheel out of the sdist; then for each Python an environment with nothing in it but what the runtime
-# asks for, and after that with what the extra calibrate asks for. Torch first and exactly pinned, as above
+# asks for, then with transformers, and after that with what the extra calibrate asks for. Torch first and exactly pinned
 wheel: $(PYTHONS:%=wheel-%)
 
 build/wheel/.built: constraints.txt $(shell find s2o_runtime calibrate -type f -not -name '*.pyc') pyproject.toml MANIFEST.in
@@ -126,6 +125,7 @@ build/wheel/.built: constraints.txt $(shell find s2o_runtime calibrate -type f -
 	$(firstword $(PYTHONS)) -m venv $(@D)/builder
 	$(@D)/builder/bin/python -m pip install --quiet -c constraints.txt build
 	$(@D)/builder/bin/python -m build --outdir $(@D)/dist .
+	! tar tzf $(@D)/dist/s2o-*.tar.gz | grep /tests  # they need more of the repository than belongs there
 	touch $@
 
 $(PYTHONS:%=wheel-%): wheel-%: build/wheel/.built
@@ -134,20 +134,10 @@ $(PYTHONS:%=wheel-%): wheel-%: build/wheel/.built
 	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
 	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet -c constraints.txt $$(ls build/wheel/dist/*.whl)
 	build/wheel/$(subst /,-,$*)/bin/python tests/installed.py runtime
+	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet -c constraints.txt transformers
+	build/wheel/$(subst /,-,$*)/bin/python tests/installed.py patch
 	build/wheel/$(subst /,-,$*)/bin/python -m pip install --quiet -c constraints.txt "$$(ls build/wheel/dist/*.whl)[calibrate]"
 	build/wheel/$(subst /,-,$*)/bin/python tests/installed.py whole
-
-# torch first and exactly pinned, so that no newer one is pulled in; transformers comes after the first step
-bare:
-	rm -rf build/bare build/lib
-	python3 -m venv build/bare/venv
-	build/bare/venv/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
-	build/bare/venv/bin/python -m pip install --quiet -c constraints.txt triton safetensors
-	build/bare/venv/bin/python -m pip install --quiet --no-deps .
-	cd build/bare && env -u PYTHONPATH venv/bin/python ../../tests/bare.py op $(BARE_PROFILE)
-	build/bare/venv/bin/python -m pip install --quiet -c constraints.txt transformers
-	cd build/bare && env -u PYTHONPATH HF_HUB_OFFLINE=1 venv/bin/python ../../tests/bare.py patch $(BARE_PROFILE) \
-		../../calibrate/demo/model
 
 # one case after the other, each in its own process; S2O is installed anew, so that its entry point is what is tested
 vllm: $(ENGINES)
@@ -156,7 +146,7 @@ vllm: $(ENGINES)
 $(ENGINES): vllm-%: build/vllm/.installed
 	rm -rf build/lib
 	build/vllm/venv/bin/python -m pip install --quiet --no-deps .
-	cd build/vllm && PYTHONPATH= venv/bin/python ../../tests/vllm_engine.py $(BARE_PROFILE) ../../calibrate/demo/model $* > $*.log 2>&1 \
+	cd build/vllm && PYTHONPATH= venv/bin/python ../../tests/vllm_engine.py $(SHIPPED_PROFILE) ../../calibrate/demo/model $* > $*.log 2>&1 \
 		|| (tail -40 $*.log; exit 1)
 	grep '^$*: ' build/vllm/$*.log > build/vllm/$*.txt
 
@@ -177,7 +167,7 @@ sglang: $(SGLANG_ENGINES)
 $(SGLANG_ENGINES): sglang-%: build/sglang/.installed
 	rm -rf build/lib
 	build/sglang/venv/bin/python -m pip install --quiet --no-deps .
-	cd build/sglang && PYTHONPATH= venv/bin/python ../../tests/sglang_engine.py $(BARE_PROFILE) ../../calibrate/demo/model $* > $*.log 2>&1 \
+	cd build/sglang && PYTHONPATH= venv/bin/python ../../tests/sglang_engine.py $(SHIPPED_PROFILE) ../../calibrate/demo/model $* > $*.log 2>&1 \
 		|| (tail -40 $*.log; exit 1)
 	grep '^$*: ' build/sglang/$*.log > build/sglang/$*.txt
 

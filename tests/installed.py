@@ -1,6 +1,7 @@
 """Tests of an installed S2O, through its commands in an empty folder, run by `make wheel`.
 
     python installed.py runtime    where only torch, triton and safetensors are installed beside it
+    python installed.py patch      with transformers beside them, which brings numpy
     python installed.py whole      with the extra calibrate: a calibration of the demo model too
 
 The last line says which Python and torch it was.
@@ -19,41 +20,41 @@ import tempfile
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.prefix) / "bin"
-SMALL = "--budget-rel-mse 1e-2 --lengths 512 --segments 64,128 --trials 1 --num-prompts 1"
+SMALL = "--budget-rel-mse 1e-2 --lengths 1024 --segments 64,128 --trials 1 --num-prompts 1"
 SMALL += " --num-held-out 1 --num-certify 0 --check-lengths none --device cpu --quiet --out p.safetensors"
 OP = """
+from pathlib import Path
 import torch
-from s2o_runtime import LayerConfig, TileConfig, s2o_attention
+import s2o_runtime
+from s2o_runtime import LayerConfig, load_profile, s2o_attention
 torch.manual_seed(0)
-q, k, v = (torch.randn(1, heads, 600, 64) for heads in (4, 2, 2))
-out, _, stats = s2o_attention(q, k, v, LayerConfig.uniform(4, tau=0.0, segment=128), return_stats=True)
+q, k, v = (torch.randn(1, heads, 1100, 128) for heads in (8, 2, 2))
+out, _, stats = s2o_attention(q, k, v, LayerConfig.uniform(8, tau=0.0, segment=128), return_stats=True)
 dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-4)
-stopping = LayerConfig.uniform(4, tau=2.0, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
-skipping = s2o_attention(q, k, v, stopping, return_stats=True)
-assert skipping.density.max() < 1
+profile = load_profile(next(Path(s2o_runtime.__file__).parent.glob("catalogue/demo/cpu/*.safetensors")))
+out, _, stats = s2o_attention(q, k, v, profile.layer_config(0, 1100), return_stats=True)
+assert out.isfinite().all() and 0 < stats.density.min() < 1
 """
 PATCHED = """
 import sys
 from pathlib import Path
 import torch
-import calibrate, s2o_runtime
-from calibrate.model.models import load
-from calibrate.proof.bounds import bound_mean
-assert bound_mean([1.0, 2.0, 3.0], [""] * 3, 0.95) > 2  # the mean, with some doubt
-assert all(Path(package.__file__).is_relative_to(sys.prefix) for package in (calibrate, s2o_runtime))
-model = load("demo", "cpu", resident=True).model
-ids = torch.randint(3, 256, (1, 512))
-with torch.no_grad(), s2o_runtime.patched(model, "p.safetensors", strict=True):
-    sparse = model(ids).logits
-    assert any(row["path"] == "s2o" for row in s2o_runtime.explain(model))
+import s2o_runtime
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(Path(s2o_runtime.__file__).parents[1] / "calibrate/demo/model").eval()
+ids = torch.randint(3, 256, (1, 1100))
 with torch.no_grad():
-    assert sparse.isfinite().all() and not sparse.equal(model(ids).logits)
-with torch.no_grad(), s2o_runtime.patched(model, strict=True):  # with a profile of the catalogue that is installed
-    model(torch.randint(3, 256, (1, 1100)))
-    assert any(row["path"] == "s2o" for row in s2o_runtime.explain(model))
+    dense = model(ids).logits
+    with s2o_runtime.patched(model, *sys.argv[1:]):  # without a path, a profile that is installed
+        sparse = model(ids).logits
+        assert any(row["path"] == "s2o" for row in s2o_runtime.explain(model))
+    assert model(ids).logits.equal(dense)
+assert sparse.isfinite().all() and not sparse.equal(dense)
 """
+BOUND = "from calibrate.proof.bounds import bound_mean; assert bound_mean([1.0, 2.0, 3.0], [''] * 3, 0.95) > 2"
 
 
 def run(*command: str) -> str:
@@ -68,13 +69,32 @@ def run(*command: str) -> str:
     return outcome.stdout
 
 
+def check_files() -> None:
+    """The wheel holds the packages with their data, and nothing else."""
+    files = [file for file in importlib.metadata.files("s2o") or () if file.suffix != ".pyc"]
+    packages = {"s2o_runtime", "calibrate"}
+    assert all(Path(file.locate()).is_relative_to(sys.prefix) for file in files)
+    assert {file.parts[0].partition("-")[0] for file in files} == packages | {"..", "s2o"}  # the commands are in bin
+    sources = [path for package in packages for path in (ROOT / package).rglob("*") if path.is_file()]
+    sources += (ROOT / "s2o_runtime" / "catalogue").glob("*/*/*.safetensors")  # behind a link, which rglob leaves out
+    expected = {path.relative_to(ROOT).as_posix() for path in sources if path.suffix not in (".pyc", ".md")}
+    assert {file.as_posix() for file in files if file.parts[0] in packages} == expected
+
+
 def check_runtime() -> None:
     """The op, and the doctor, which says that transformers is not there."""
     for name in ("numpy", "transformers", "optuna"):
         assert importlib.util.find_spec(name) is None, f"{name} is installed: expected an environment without it"
+    check_files()
     run(sys.executable, "-c", OP)
     findings = json.loads(run(str(BIN / "s2o-doctor"), "--json"))
     assert "transformers" in json.dumps(findings)
+
+
+def check_patch() -> None:
+    """S2O changes what the demo model computes, and leaving restores it."""
+    assert importlib.util.find_spec("optuna") is None, "optuna is installed: expected an environment without it"
+    run(sys.executable, "-c", PATCHED)
 
 
 def check_whole() -> None:
@@ -90,12 +110,13 @@ def check_whole() -> None:
     assert refused.returncode == 2, refused.stderr
     assert "the baselines are in the repository, not in the package: run from a clone" in refused.stderr
     assert "model         demo" in run(str(BIN / "s2o-profile"), "show", "p.safetensors")
-    run(sys.executable, "-c", PATCHED)
+    run(sys.executable, "-c", PATCHED, "p.safetensors")
+    run(sys.executable, "-c", BOUND)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        {"runtime": check_runtime, "whole": check_whole}[sys.argv[1]]()
+        {"runtime": check_runtime, "patch": check_patch, "whole": check_whole}[sys.argv[1]]()
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("s2o", "torch", "triton")]
     print(f"{sys.argv[1]}: as expected on Python {platform.python_version()} with {', '.join(versions)}")

@@ -90,16 +90,14 @@ def test_problems_decide_the_exit_code_bad_input_first():
     assert render_text(sections) == "s\n! c  d: e\n\nt\n! f  g [31m: h\n- i  j: k\n\nnot ready: c, f (marked with !)"
 
 
-def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
+def test_no_host_is_imported_for_a_run():
     program = (
-        "import sys\nfrom s2o_runtime.doctor.command import build_parser, main\nbuild_parser()\n"
-        "flags = set(sys.modules)\n"
+        "import sys\nfrom s2o_runtime.doctor.command import main\n"
         "code = main(['--device', 'cpu', '--profile', sys.argv[1]])\n"
-        "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich'}\n"
-        "print(code, 'torch' in flags, sorted(heavy & set(sys.modules)))"
+        "print(code, *{'transformers', 'vllm', 'sglang', 'calibrate', 'rich'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", program, str(DEMO_PROFILE)], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "0 False []"
+    assert run.stdout.splitlines()[-1] == "0"
 
 
 # the environment
@@ -282,35 +280,6 @@ def compared(tile, length):
     return (q, k, v), lambda ours: self_test.judge_kernel(tile, ours, theirs, truth, dense)[1]
 
 
-OF_TILES = [
-    *(pytest.param(tile, n, 128, id=f"{name}-{n}") for name, tile in GPU_TILES.items() for n in (1021, 2045)),
-    pytest.param(self_test.CPU_TILE, 1021, 64, id="cpu"),
-]
-
-
-@pytest.mark.parametrize(
-    ("tile", "length", "head_dim", "seed"), pairwise(OF_TILES, range(3), mark=EXHAUSTIVE, count=len(OF_TILES))
-)
-def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, seed, monkeypatch):
-    """Of every chunk whose stop says something: what it brings, over what the stop rule asks for."""
-    ratios, real = [], attention.decide_stops
-
-    def stops(gain, begin, end, prefix, head, tile):
-        if head.tau > 0 and end < prefix:
-            ratios.append(gain * (prefix - end) / (head.tau * (end - begin)))
-        return real(gain, begin, end, prefix, head, tile)
-
-    monkeypatch.setattr(attention, "decide_stops", stops)
-    q, k, v = self_test.make_inputs(length, head_dim, torch.bfloat16, CPU, seed)
-    result = by_reference(q, k, v, self_test.make_layer(tile))
-    ratio = torch.cat(ratios)
-    assert not ((ratio > 0.5) & (ratio < 4)).any(), ratio
-    assert (ratio <= 0.5).any()
-    assert (ratio >= 4).any() == (length > 1024)  # what is looked for is in no prefix before
-    assert (result.density[[0, 2]] == 1).all()
-    assert (result.density[[1, 3]] < 0.95).all()
-
-
 NAMED_TILES = [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()]
 
 
@@ -357,7 +326,6 @@ def one_key_more(out, q, k, v):
 WRONG_KERNELS = {
     "it never stops": ({"tau": 0.0}, "density in head 1"),
     "it stops at the first check": ({"tau": 1e6}, "density in head 1"),
-    "its gains are ten times too large": ({"tau": 0.1}, "density in head 1"),
     "it estimates no tail": ({"tail": "none"}, "error in head 3"),
     "it estimates a tail unasked": ({"tail": "mean"}, "error in head 1"),
     "it visits in ascending order": ({"order": lambda r: r._replace(order=r.order.sort().values)}, "head 1"),
@@ -369,7 +337,6 @@ WRONG_KERNELS = {
     "it scales scores by a percent more": ({"read": lambda q, k, v: (q * 1.01, k, v)}, "error in head 0"),
     "it sees a key of the future": ({"write": one_key_more}, "error in head 0"),
     "it leaves a row unwritten": ({"write": lambda out, *_: out[:, 3, -1].fill_(torch.nan)}, "error in head 3"),
-    "it scales a head by a percent": ({"write": lambda out, *_: out[:, 2].mul_(1.01)}, "error in head 2"),
 }  # fmt: skip
 
 

@@ -1,37 +1,25 @@
 """A model is its function: what changes it is another model, what only wraps it is the same."""
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Gemma2Config,
-    GraniteConfig,
-    LlamaConfig,
-    Qwen3MoeConfig,
-)
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from s2o_runtime import explain, load_profile, patch, unpatch
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import (
     BASE,
-    CONFIG,
     WITHOUT_EFFECT,
     _read_rope_parameters,
     compose_fingerprint,
     explain_config_mismatch,
     explain_mismatch,
-    fingerprint,
     select_config_values,
-    split_fingerprint,
 )
 from s2o_runtime.profile import save_profile
 from support.models import CONFIGS, SIZES, make_profile, twin
@@ -66,10 +54,10 @@ def refusal(model, profile):
 @pytest.mark.parametrize(
     ("config", "field", "value"),
     [
-        (Qwen3MoeConfig(**MOE), "num_experts_per_tok", 1),
-        (GraniteConfig(**SIZES, attention_multiplier=0.125), "attention_multiplier", 0.03),
-        (Gemma2Config(**SIZES, sliding_window=64), "sliding_window", 16),
-        (Gemma2Config(**SIZES), "final_logit_softcapping", None),
+        (transformers.Qwen3MoeConfig(**MOE), "num_experts_per_tok", 1),
+        (transformers.GraniteConfig(**SIZES, attention_multiplier=0.125), "attention_multiplier", 0.03),
+        (transformers.Gemma2Config(**SIZES, sliding_window=64), "sliding_window", 16),
+        (transformers.Gemma2Config(**SIZES), "final_logit_softcapping", None),
         (LlamaConfig(**SIZES), "rms_norm_eps", 0.5),
         (LlamaConfig(**SIZES), "hidden_act", "relu"),
     ],
@@ -124,7 +112,7 @@ def test_one_model_saved_by_the_oldest_and_the_newest_transformers_is_the_same(n
     assert texts[0] != texts[1]
     as_saved = [SimpleNamespace(**text) for text in texts]
     # transformers 5.17 cannot read the rope_parameters that 5.0 writes of Gemma 3
-    loaded = [AutoConfig.for_model(**text) for text in texts[name == "gemma3_text" :]]
+    loaded = [transformers.AutoConfig.for_model(**text) for text in texts[name == "gemma3_text" :]]
     for configs in (as_saved, loaded):
         values = [select_config_values(config) for config in configs]
         assert explain_config_mismatch(values[0], values[-1]) is None
@@ -158,7 +146,7 @@ def test_a_model_without_its_head_is_the_model(tied, tmp_path):
     profile = make_profile(model, 2.0)
     assert (BASE in profile.fingerprint) is not tied
     model.save_pretrained(tmp_path)
-    for made in (AutoModel, AutoModelForSequenceClassification):
+    for made in (AutoModel, transformers.AutoModelForSequenceClassification):
         base = made.from_pretrained(tmp_path, attn_implementation="eager").eval()
         assert refusal(base, profile) is None
         with torch.no_grad():
@@ -237,19 +225,6 @@ def test_modules_and_prompts_that_peft_trained_are_another_model():
     with torch.no_grad():
         next(parameter for name, parameter in trained.named_parameters() if "modules_to_save" in name).add_(1.0)
     assert ADAPTERS in refusal(trained, profile)
-
-
-def test_a_profile_keeps_the_config_in_a_field_that_older_versions_do_not_read(tmp_path):
-    model = random_model(CONFIGS["llama"])
-    profile = make_profile(model, 2.0)
-    save_profile(profile, tmp_path / "p.safetensors")
-    assert load_profile(tmp_path / "p.safetensors") == profile
-    fields = split_fingerprint(profile.fingerprint)
-    assert fields["config"] == json.loads(profile.fingerprint.partition(CONFIG)[2])
-    assert fields["config"] == select_config_values(model.config)
-    old = dataclasses.replace(profile, fingerprint=fields["fingerprint"])  # all that a file has of it that is older
-    assert explain_mismatch(fingerprint(model), old.fingerprint) is None
-    assert "is not the one" in explain_mismatch(fingerprint(model), profile.fingerprint.replace("silu", "gelu"))
 
 
 def test_a_profile_without_the_config_is_said_to_be_one_and_refused_under_strict(info_log):

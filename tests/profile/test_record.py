@@ -1,8 +1,6 @@
 """The record: what its types and the runtime read of it, whatever is in it; a change of it changes nothing else."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -98,9 +96,3 @@ def test_densities_are_the_proven_ones_or_else_the_predicted_ones():
     assert record.densities(512, 2) == ("held out", [0.25, 0.5])
     assert record.densities(1024, 2) == ("predicted", [0.75, 0.75])
     assert record.densities(1024, 3) == record.densities(2048, 2) == (None, [])
-
-
-def test_the_runtime_reads_it_without_torch():
-    program = "import sys, s2o_runtime.profile.record; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

@@ -71,6 +71,7 @@ def old(recipe, curves, monkeypatch):
     "budget",
     [
         Budget("mse", BUDGET / 2),
+        Budget("mse", BUDGET),
         Budget("mse", BUDGET * 4),
         Budget("rel_mse", 1e-2),
         Budget("mse", BUDGET * 4, 4e-3),  # binds in the early layers, whose outputs are small
@@ -78,9 +79,11 @@ def old(recipe, curves, monkeypatch):
     ids=lambda budget: f"{budget}-ceiling-{budget.ceiling}",
 )
 def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tmp_path):
-    """Before it adjusts layers on other prompts, which the journal's curves know nothing of."""
-    out = tmp_path / "new.safetensors"
-    done = rebudget(recipe.out, budget, out)
+    """Of a profile whose first layer is dense; before layers are adjusted on other prompts, of which no curve knows."""
+    was, out = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    old = replace(old, layers=tuple((bucket[0].as_dense(), *bucket[1:]) for bucket in old.layers))
+    save_profile(old, was)
+    done = rebudget(was, budget, out, recipe.journal_path)
     after = replace(recipe, budget=budget)
     sparse = 0
     for bucket, index in product(range(2), range(6)):
@@ -99,7 +102,7 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
             sparse += not config.is_dense
         assert stored.tile == config.tile
         assert [head.tau for head in stored.heads] == pytest.approx([head.tau for head in config.heads], rel=1e-6)
-    assert sparse >= 5
+    assert (done.layers[1][0].is_dense, sparse >= 4) == (budget != Budget("mse", BUDGET * 4), True)
 
 
 @SLOW
@@ -127,19 +130,6 @@ def change_record(recipe, path, record):
     profile = load_profile(recipe.out)
     save_profile(replace(profile, record=profile.record | record), path)
     return path
-
-
-@SLOW
-@pytest.mark.parametrize(("times", "stays"), [(0.5, True), (1.0, True), (4.0, False)])
-def test_a_dense_layer_needs_a_larger_budget(times, stays, recipe, old, tmp_path):
-    layers = tuple((bucket[0].as_dense(), *bucket[1:]) for bucket in old.layers)
-    save_profile(replace(old, layers=layers), tmp_path / "old.safetensors")
-    done = rebudget(
-        tmp_path / "old.safetensors", Budget("mse", BUDGET * times), tmp_path / "new.safetensors", recipe.journal_path
-    )
-    first, second, *_ = done.layers[1]
-    assert (first.is_dense, second.is_dense) == (stays, False)
-    assert first.heads[0].segment == old.layers[1][0].heads[0].segment
 
 
 @SLOW

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +13,7 @@ from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.command_line import NOT_PROVEN, OK
 from s2o_runtime.doctor import command as doctor
 from support.pages import DEMO_PROFILE, PAGES, commands_of, name_of
+from support.processes import called
 
 PROGRAMS = {
     "s2o-calibrate": calibrate.main,
@@ -90,14 +90,13 @@ def shortened(words):
     reason="calibrates and proves on the demo model; the parsers read the same commands in test_docs.py"
 )
 @pytest.mark.parametrize("path", pages_with(runs_here), ids=name_of)
-def test_commands_run(path, calibrated, tmp_path, monkeypatch, capfd):
+def test_commands_run(path, calibrated, tmp_path, monkeypatch):
     folder = tmp_path / "reader"
     shutil.copytree(calibrated, folder)
     monkeypatch.chdir(folder)
     for command in filter(runs_here, commands_of(path)):
         (program, *arguments), goes_to = shortened(command.words)
-        run = run_program if program == "s2o-run" else run_command
-        ended = run(program, arguments, capfd)
+        ended = called(PROGRAMS[program], *arguments, cwd=folder) if program in PROGRAMS else run_program(arguments)
         verdicts = (OK, NOT_PROVEN) if arguments[:1] == ["verify"] else (OK,)  # a rebudgeted profile may not hold
         assert ended.returncode in verdicts, (
             f"{shlex.join(command.words)}, run as {shlex.join([program, *arguments])}: {ended.stderr}"
@@ -105,17 +104,7 @@ def test_commands_run(path, calibrated, tmp_path, monkeypatch, capfd):
         assert goes_to is None or ended.stdout
 
 
-def run_command(program, arguments, capfd):
-    capfd.readouterr()
-    try:
-        code = PROGRAMS[program](arguments)
-    except SystemExit as end:
-        code = end.code
-    out, err = capfd.readouterr()
-    return SimpleNamespace(returncode=code, stdout=out, stderr=err)
-
-
-def run_program(program, arguments, capfd):
+def run_program(arguments):
     arguments = [sys.executable if word == "python" else word for word in arguments]
     command = [sys.executable, "-m", "s2o_runtime.huggingface.run", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -9,28 +9,15 @@ import calibrate
 import s2o_runtime
 from support.pages import ROOT
 
-MODULES = (
-    "calibrate.recipe",
-    "s2o_runtime.attention.api",
-    "s2o_runtime.attention.paged",
-    "s2o_runtime.attention.compute",
-    "s2o_runtime.attention.warmup",
-    "scripts.bench.baselines.run",
-    "scripts.bench.baselines.settings",
-    "s2o_runtime.config",
-    "s2o_runtime.errors",
-    "s2o_runtime.huggingface.explanation",
-    "s2o_runtime.huggingface.hf",
-    "s2o_runtime.monitor.drift",
-    "s2o_runtime.profile.file",
-    "s2o_runtime.profile.profile",
-)
+PACKAGES = ("s2o_runtime", "calibrate", "scripts")
+SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+WITH_EXAMPLES = [path.relative_to(ROOT) for path in SOURCES if ">>> " in path.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_run(name, monkeypatch):
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=str)
+def test_examples_run(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    tested = doctest.testmod(importlib.import_module(name))
+    tested = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
     assert tested.attempted > 0
     assert tested.failed == 0
 

@@ -46,5 +46,5 @@ def refusal(outcome, program):
     """The one sentence of a command that refused its input."""
     (line,) = [line for line in outcome.stderr.splitlines() if line.strip()]
     assert outcome.returncode == 2, outcome
-    assert line.startswith(f"{program}: "), line
+    assert line.startswith((f"{program}: ", f"{program} ")), line
     return line

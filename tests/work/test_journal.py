@@ -84,7 +84,7 @@ def test_what_json_cannot_say_is_refused_and_leaves_no_trace(value, path):
 
 
 def test_a_kill_loses_nothing_that_was_acknowledged(path):
-    """The same journal is killed and continued six times."""
+    """The same journal is killed and continued six times; no other run can write it until then."""
     rng = random.Random(0)
     acknowledged = []
     for turn in range(6):
@@ -92,6 +92,8 @@ def test_a_kill_loses_nothing_that_was_acknowledged(path):
         if turn:  # the first may be killed before it puts anything
             acknowledged.append(int(writer.stdout.readline()))
         time.sleep(rng.uniform(0, 0.1))
+        with pytest.raises(ResourceError, match="is being written by another run: wait for it, or give another"):
+            Journal.open(path, IDENTITY)
         acknowledged += kill(writer)
         with Journal.read(path) if turn % 2 else Journal.open(path, IDENTITY) as journal:
             entries = journal.entries("curve")
@@ -100,6 +102,7 @@ def test_a_kill_loses_nothing_that_was_acknowledged(path):
         assert set(acknowledged) <= set(range(len(entries)))
         assert len(entries) <= len(acknowledged) + turn + 1
         assert all(value == "x" * (key["index"] * 7919 % 20_000) for key, value in entries)
+    assert not path.with_name(f"{path.name}.lock-journal").exists()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -138,16 +141,14 @@ FOREIGN = r"is not a journal of S2O \(found another program's database\)"
 
 
 @pytest.mark.parametrize(("change", "argument", "problem"), [
-    (overwrite, lambda _: b"a text", r"is not a journal of S2O \(found no database\)"),
     (overwrite, lambda _: b"\x80\0\0\n" * 1000, r"is not a journal of S2O \(found no database\)"),
     (change_by_sql, "PRAGMA user_version = 2", r"is of an older version of S2O \(schema 2, this one has 3\)"),
     (change_by_sql, "PRAGMA user_version = 4", r"is of a newer version of S2O \(schema 4, this one has 3\)"),
     (change_by_sql, "PRAGMA application_id = 0", FOREIGN),
-    (change_by_sql, "PRAGMA application_id = 7", FOREIGN),
     (overwrite, lambda data: data[:-4096], r"is damaged \(.*\)"),
     (overwrite, lambda data: data[:4096] + b"\xff" * 4096 + data[8192:], r"is damaged \(.*\)"),
     (overwrite, lambda data: data[:100], r"is damaged \(.*\)"),
-], ids=["text", "bytes", "older", "newer", "no name", "foreign", "cut", "overwritten", "header"])  # fmt: skip
+], ids=["bytes", "older", "newer", "foreign", "cut", "overwritten", "header"])  # fmt: skip
 def test_a_foreign_or_damaged_file_is_refused_in_a_sentence_and_left_alone(change, argument, problem, path):
     filled(path, 200)
     change(path, argument)
@@ -189,18 +190,6 @@ def test_another_identity_is_refused_by_its_first_change(changes, message, path)
     Journal.open(path, IDENTITY).close()
 
 
-def test_two_runs_cannot_share_a_journal_until_the_first_is_dead(path):
-    writer = start_writer(path)
-    try:
-        for _ in range(20):  # while it writes as fast as it can
-            with pytest.raises(ResourceError, match="is being written by another run: wait for it, or give another"):
-                Journal.open(path, IDENTITY)
-    finally:
-        kill(writer)
-    assert not path.with_name(f"{path.name}.lock-journal").exists()
-    Journal.open(path, IDENTITY).close()
-
-
 def test_no_lock_stays_but_after_a_kill(path):
     lock = path.with_name(f"{path.name}.lock")
     with Journal.open(path, IDENTITY) as journal:
@@ -208,8 +197,6 @@ def test_no_lock_stays_but_after_a_kill(path):
         journal.put("curve", {}, 1)
     assert list(path.parent.iterdir()) == [path]
     lock.touch()  # as a kill leaves it
-    with Journal.open(path, IDENTITY) as journal, pytest.raises(ResourceError, match="written by another run"):
-        Journal.open(path, IDENTITY)
     with pytest.raises(InputError, match="this run has"):
         Journal.open(path, {"other": 1})
     assert list(path.parent.iterdir()) == [path]
