@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call import Call
-from ...devices import is_interpreted
+from ...devices import get_capability, is_interpreted
+from ...tiles import Capability
 from ...sequences import Starts
 from ..groups import Ranking, Strides
 from ..launch import group_strides, launch
@@ -24,8 +25,7 @@ from .buckets import BUCKETS, SAMPLES, bucket_shares, find_buckets
 from .means import Means
 from .tail import EDGES, TAIL_SEGMENTS, TAIL_STEPS, count_tail_splits, sum_tails
 
-ORDER_WARPS = 16
-ORDER_REGISTERS = 64  # of a thread, so that two programs run on an SM: they wait for memory
+ORDER_WARPS = 16  # few programs, such as those of a chunk, keep a GPU waiting for the longest
 RANK_BYTES = 6  # of workspace for each step of a row: a float16 score and an int32 index
 
 # Lane i of a warp holds one step, in `bucket` the step's bucket, and a counter for bucket i.
@@ -265,6 +265,14 @@ def order(scores: Tensor, means: Means, call: Call, rows: range, portable: bool 
             "PACKED": call.packed, "PORTABLE": portable, "PAGED": call.pages is not None,
         },
         num_warps=ORDER_WARPS,
-        maxnreg=ORDER_REGISTERS,
+        maxnreg=limit_registers(shape.head_dim, tables.tail, get_capability(scores.device)),
     )  # fmt: skip
     return ranking
+
+
+def limit_registers(head_dim: int, tail: bool, gpu: Capability) -> int:
+    """Return the registers of a thread of `_order`: few, so that two programs, which wait for memory, share an SM.
+
+    Tails' sums fit in them on sm_90 alone, whose products read their operands from shared memory.
+    """
+    return 64 if not tail or (gpu == (9, 0) and head_dim <= 128) else 128
