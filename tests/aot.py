@@ -37,11 +37,12 @@ from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, antidiagonal_t
 
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
+TAIL_SEGMENTS = (40, 80)  # of a call, one number for each form of the kernel `tail`
 POINTERS_OF = {  # by type
     "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V MEAN_KEYS MEAN_VALUES",
     "fp16": "SCORE",
     "fp32": (
-        "SHARE_OF_RANK LSE TAU LOG_SUM MASS SUMS FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
+        "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
         "K_SCALE SPLIT_OUT SPLIT_LSE V_SCALE"
     ),
     "i32": (
@@ -57,7 +58,7 @@ FLOATS = ("qk_scale", "limit", "log_share")
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. 56 bytes of the plain
 # prefill are of head dim 256 with int8 scores on sm_90 in Triton 3.6; 48 before there were dense last rows.
 KEPT_BYTES = {
-    "prefill_hopper": 16, "prefill": 56, "order": 312, "trace": 896, "antidiagonal": 24
+    "prefill_hopper": 16, "prefill": 56, "trace": 896, "antidiagonal": 24
 }  # fmt: skip
 KEPT_BYTES_CAPPED = 48  # of the specialised kernel with a soft cap in Triton 3.9; with sinks alone it spills none
 KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 128 in Triton 3.9; 16 in 3.6 and 3.7
@@ -98,7 +99,7 @@ PAGED_VARIANTS: dict[str, dict[str, object]] = {
     PAGED: {"PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 PREFILLS = ("prefill", "prefill_hopper")
-PAGED_KERNELS = RANKING = ("means", "scores", "order")
+PAGED_KERNELS = ("means", "scores", "order")
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "means", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
@@ -134,8 +135,8 @@ FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 class Case:
     """One kernel in one configuration for one GPU generation.
 
-    variant: a key of one of the dictionaries above; rows: of a block of `mean_key_mass`; representatives: of a
-    segment of some heads, others have one.
+    variant: a key of one of the dictionaries above; rows: of a block of `mean_key_mass`, or the segments of a call of
+    `tail`; representatives: of a segment of some heads, others have one.
     """
 
     kernel: str
@@ -201,8 +202,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
 def tensor_cores(case: Case, built: Compiled) -> str | None:
     """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
-    has_tail = "HAS_TAIL" in ALL_VARIANTS[case.variant]
-    if case.tile is None and case.kernel not in ("means", "scores", "mean_key_mass", *["order"] * has_tail):
+    if case.tile is None and case.kernel not in ("means", "scores", "tail", "mean_key_mass"):
         return None
     if case.capability == 90 and case.kernel != "means":  # which has 16
         return "no wgmma" if built.wgmma == 0 else None
@@ -268,13 +268,14 @@ def cases() -> list[Case]:
                 chosen.append(Case("prefill_hopper" if tile.specialized else "prefill", capability, head_dim, tile))
             chosen += [
                 Case(kernel, capability, head_dim, representatives=count)
-                for kernel, count in itertools.product(RANKING, REPRESENTATIVES)
-                if kernel != "order" or count == 1  # it has no part in it
+                for kernel, count in itertools.product(("means", "scores"), REPRESENTATIVES)
             ]
+            chosen += [Case("tail", capability, head_dim, rows=rows) for rows in TAIL_SEGMENTS]
             if kernel_pass.may_compile(pair, triton.__version__):
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
                 traced = {replace(make_trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
+        chosen.append(Case("order", capability))
     return (
         block_sparse_cases()
         + antidiagonal_cases()
@@ -290,6 +291,7 @@ def cases() -> list[Case]:
             replace(case, variant=variant)
             for case in chosen
             for variant, switches in VARIANTS.items()
+            if case.kernel != "tail" or "HAS_TAIL" in switches
             if case.kernel != "trace" or "PACKED" not in switches
         ]
     )
@@ -385,14 +387,14 @@ def compile_case(case: Case) -> Compiled:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from s2o_runtime.kernels import pages, prefill, prefill_hopper, primitives, splits, trace
-    from s2o_runtime.kernels.rank import buckets, means, order, scores, tail
+    from s2o_runtime.kernels.rank import means, order, scores, tail
     from scripts.bench.baselines.kernels import antidiagonal, block_sparse, mean_keys
 
     head_dim, rows, tile, name = case.head_dim, case.rows, case.tile, case.kernel
     switches = ALL_VARIANTS[case.variant]
     constants: dict[str, object] = {
-        "GROUP": 4, "D": head_dim, "BN": 64, "SAMPLES": buckets.SAMPLES, "BUCKETS": buckets.BUCKETS,
-        "EDGES": tail.EDGES, "COUNTS": tuple(sorted({1, case.representatives})), **switches,
+        "GROUP": 4, "D": head_dim, "BN": 64, "SAMPLES": order.SAMPLES, "BUCKETS": order.BUCKETS, "EDGES": tail.EDGES,
+        "COUNTS": tuple(sorted({1, case.representatives})), **switches,
     }  # fmt: skip
     types = POINTERS
     home: Any
@@ -438,15 +440,17 @@ def compile_case(case: Case) -> Compiled:
         case "means":
             home, options = means, {"num_warps": means.MEAN_WARPS}
             more = {"ROWS": means.count_query_rows(head_dim), "STAGES": means.MEAN_STAGES, "BK": means.LOG_SUM_KEYS}
-            more |= {"SAMPLE": means.LOG_SUM_SAMPLE, "STEPS": means.POOL_STEPS, "ARRIVALS": tail.TAIL_PROGRAMS}
+            more |= {"SAMPLE": means.LOG_SUM_SAMPLE, "STEPS": means.POOL_STEPS}
         case "scores":
             home, more = scores, {"WARPS": scores.SCORE_WARPS, "COLUMNS": scores.count_columns(head_dim)}
             more |= {"KEYS": scores.SCORE_KEYS, "STAGES": scores.SCORE_STAGES}
             options = {"num_warps": scores.SCORE_WARPS, "maxnreg": scores.MAX_REGISTERS}
         case "order":
-            home, more = order, {"WARPS": order.ORDER_WARPS, "BS": tail.TAIL_SEGMENTS, "BK": tail.TAIL_STEPS}
-            registers = order.limit_registers(head_dim, "HAS_TAIL" in switches, divmod(case.capability, 10))
-            options = {"num_warps": order.ORDER_WARPS, "maxnreg": registers}
+            home, more, options = order, {"WARPS": order.ORDER_WARPS}, {"num_warps": order.ORDER_WARPS}
+        case "tail":
+            home, segments = tail, tail.count_tail_segments(rows, head_dim)
+            more = {"BS": segments, "BK": tail.count_tail_steps(segments, head_dim)}
+            options = {"num_warps": segments}
     source = GluonASTSource if name == "prefill_hopper" else ASTSource
     constants |= more
     return compile_kernel(getattr(home, f"_{name}"), constants, case.capability, source, options, types)

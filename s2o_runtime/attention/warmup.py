@@ -9,7 +9,7 @@ from ..errors import InputError, get_first_line
 from ..sequences import check_config
 from .api import refuse, s2o_attention
 
-SEGMENTS = 2  # in a call: the fewest with keys to rank
+SEGMENTS = 2, 64  # in a call, one number for each form of the tail's kernel (`rank.tail.count_tail_segments`)
 THREADS = 8  # that compile: about a tenth of the work is Python's own, and no two threads run Python at once
 SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/splits.py)
 
@@ -57,7 +57,8 @@ def warmup(
             f"warmup cannot run on {device} ({get_first_line(error)}): give the GPU of the calls"
         ) from error
     sink_values = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
-    for queries, keys in [(SEGMENTS * min(segments),) * 2, *split_calls(config)]:
+    calls = [(count * min(segments),) * 2 for count in SEGMENTS]
+    for queries, keys in calls + split_calls(config):
         q, k, v = (
             torch.zeros(1, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
             for length, heads, dim in (

@@ -20,8 +20,8 @@ name of a constant behind it is read or written only if that constant is true, a
     SCORE                   float16 [B, Hq, N', P / GRAIN], strides s: the log2 weight of each step for a segment
     VALUES                  T [B, Hkv, steps, D], strides v: the mean value of each step's keys, from the first that
                             counts on (HAS_TAIL)
-    ARRIVED                 int32 [TAIL_PROGRAMS]: 0, a count for each block of segments whose tails several programs
-                            sum (HAS_TAIL)
+    EDGE                    float32 [B, Hq, N', BUCKETS]: the highest score of each bucket of the order (HAS_TAIL)
+    ARRIVED                 int32 [B, Hq, N']: 0 before the tails are summed, then a count of programs (HAS_TAIL)
     page_shift, page_rows   as for `primitives.load_cache_rows`
     lookback                as in `config.LayerConfig`
     row_begin, rows_end     the slice of rows that a launch is about
@@ -50,7 +50,7 @@ class Strides(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The order of each segment's prefix; ORDER, FIRST, MASS and SUMS where they are alone. All but it only with HAS_TAIL."""
+    """The order of each segment's prefix; ORDER, FIRST, MASS, SUMS where they are alone, all but the first for tails."""
 
     order: Tensor  # int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
     first: Tensor | None  # int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins
@@ -90,7 +90,7 @@ class Sizes(NamedTuple):
     BN: int  # keys of a tile
     STAGES: int  # of the pipeline or the ring
     EDGES: int  # as in `rank.tail`
-    BUCKETS: int  # as in `rank.buckets`
+    BUCKETS: int  # as in `rank.order`
 
 
 class Mode(NamedTuple):

@@ -44,11 +44,10 @@ from .primitives import (
     sum_remaining_mass,
     weigh_tail,
 )
-from .rank.buckets import BUCKETS
 from .rank.means import average
-from .rank.order import RANK_BYTES, order
+from .rank.order import BUCKETS, RANK_BYTES, order
 from .rank.scores import score
-from .rank.tail import EDGES, count_tail_bytes
+from .rank.tail import EDGES, count_tail_bytes, sum_tails
 from .splits import allocate_splits, combine, count_key_splits
 
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
@@ -261,7 +260,11 @@ class Ranker:
 
     def rank(self, rows: range) -> Ranking:
         """Rank all segments that begin in `rows`, and sum their tails if any head has one."""
-        return order(score(self._means, self._call, rows), self._means, self._call, rows)
+        scores = score(self._means, self._call, rows)
+        ordered = order(scores, self._call, rows)
+        if self._means.values is None:
+            return Ranking(ordered.order, None, None, None)
+        return sum_tails(ordered, scores, self._means.values, self._call, rows)
 
 
 def slice_rows(call: Call, workspace: int) -> list[range]:

@@ -32,7 +32,7 @@ from .primitives import (
     sum_remaining_mass,
     weigh_tail,
 )
-from .rank.buckets import BUCKETS
+from .rank.order import BUCKETS
 from .rank.tail import EDGES
 
 STRIDES = 4  # spacings of the stop checks that one pass follows, each twice the one before

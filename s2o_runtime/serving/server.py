@@ -243,8 +243,8 @@ class Server:
     def _run_small(self, config: LayerConfig, in_pages: bool, query: Tensor) -> None:
         """Run the lengths at which a configuration's kernels differ, over the pages of a cache or over a copy."""
         segment, kv_heads, page, device = config.shortest_segment, len(self.fit.kv_heads), 16, query.device
-        length = min(SEGMENTS * segment, len(query))  # a batch has no more
-        for queries, keys in [(length, length + segment), *split_calls(config)]:
+        lengths = sorted({min(count * segment, len(query)) for count in SEGMENTS})  # a batch has no more
+        for queries, keys in [(length, length + segment) for length in lengths] + split_calls(config):
             q = query.new_zeros(queries, config.num_heads, query.shape[2])
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
             seq_lens = torch.tensor([keys], dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.attention.warmup import warmup
+from s2o_runtime.attention.warmup import SEGMENTS, warmup
 from s2o_runtime.call import make_head_tables
 from s2o_runtime.config import LOOKBACKS, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
@@ -20,6 +20,7 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.prefill import count_heads_per_wave, run_prefill, slice_rows
 from s2o_runtime.kernels.primitives import assign_tile
+from s2o_runtime.kernels.rank.tail import count_tail_segments
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.sequences import CallShape, call_shape, measure_density
@@ -298,6 +299,14 @@ def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monke
     config = LayerConfig.uniform(2, mode="dense", tile=TileConfig(64, 64, 2, 4, 2))
     agree(*run_both(q, k, v, config, softcap=1.5), 64)
     assert types == [torch.int32]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_warmup_has_every_number_of_segments_that_kernels_are_compiled_for(head_dim):
+    def forms(counts):
+        return {count_tail_segments(count, head_dim) for count in counts}
+
+    assert forms(range(1, 600)) == forms(SEGMENTS)
 
 
 @COMPILED

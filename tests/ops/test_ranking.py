@@ -7,14 +7,13 @@ import torch
 
 from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels.primitives import LOG2E
-from s2o_runtime.kernels.rank import buckets as buckets_module
 from s2o_runtime.kernels.rank import means as means_module
 from s2o_runtime.kernels.rank import order as order_module
 from s2o_runtime.kernels.rank import tail as tail_module
-from s2o_runtime.kernels.rank.buckets import BUCKETS, bucket_shares
 from s2o_runtime.kernels.rank.means import average
+from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.rank.scores import score
-from s2o_runtime.kernels.rank.tail import EDGES
+from s2o_runtime.kernels.rank.tail import EDGES, sum_tails
 from s2o_runtime.reference.ranking import log_weights, make_representatives
 from support.kernels import ON_GPU, TILE, call_of, inputs, prefix_of, starts_of
 from support.marks import INTERPRETED, all_but_first
@@ -29,10 +28,10 @@ BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
 
 
 def rank_of(call):
-    """Scores of a whole call, [B, Hq, N, P / GRAIN], its means, and its ranking."""
+    """Scores of a whole call, [B, Hq, N, P / GRAIN], the mean values of its steps, and its order."""
     rows, means = range(call.shape.q_len), average(call)
     scores = score(means, call, rows)
-    return scores, means, order_module.order(scores, means, call, rows)
+    return scores, means.values, order_module.order(scores, call, rows)
 
 
 @INTERPRETED
@@ -50,7 +49,7 @@ def test_rank_scores_and_orders_every_prefix(representatives, starts, length, so
     config = LayerConfig.uniform(2, segment=64, representatives=representatives, tile=TILE, lookback=64)
     kv_start = starts_of(starts)
     call = call_of(q, k, k, config, kv_start, softcap=softcap)
-    scores, _, ranking = rank_of(call)
+    scores, _, ordered = rank_of(call)
     for b, h, n in itertools.product(range(2), range(2), range(4)):
         start, first = prefix_of(call, b, h, n)
         segment = q[b, h, n * 64 : (n + 1) * 64] * 0.125
@@ -60,7 +59,7 @@ def test_rank_scores_and_orders_every_prefix(representatives, starts, length, so
         ours = scores[b, h, n, :steps].float()
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-2)  # fp16, and 1 of 1 keys in the denominator
         order, sure = bucket_order(ours)
-        ranked = (ranking.order[b, h, n, :steps].long() - start) // KEY_BLOCK
+        ranked = (ordered.order[b, h, n, :steps].long() - start) // KEY_BLOCK
         assert torch.equal(ranked.sort().values, torch.arange(steps))
         assert torch.equal(ranked[sure[ranked]], order[sure[order]])
 
@@ -70,9 +69,9 @@ def bucket_order(scores):
 
     Also which scores are sure of their bin: one on the border of two may fall either way.
     """
-    every = -(-len(scores) // buckets_module.SAMPLES)
+    every = -(-len(scores) // order_module.SAMPLES)
     index = torch.arange(-(-len(scores) // every))
-    at = index * every + (index * buckets_module.JITTER.value >> 7) % every
+    at = index * every + (index * order_module.JITTER.value >> 7) % every
     sample = scores[at.clamp_max(len(scores) - 1)].sort(descending=True).values
     shares = bucket_shares(scores.device)
     edges = sample[(shares * len(sample)).int().clamp_max(len(sample) - 1)]
@@ -106,14 +105,19 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch):
     all_but_first([(2, 64, [30], 560), (3, 64, [30, 0], 230), (1, 128, None, 560), (1, 256, None, 230)], SLOW),
 )
 def test_tail_sums_are_those_of_the_order(splits, head_dim, starts, q_len, monkeypatch):
+    """A program sums four segments or eight, of which the last one has one."""
+    monkeypatch.setattr(tail_module, "count_tail_splits", lambda programs, steps: splits)
     q, k, v = inputs(len(starts or [0]), 2, 1, q_len, 700 if q_len > 500 else 500, head_dim)
     heads = (HeadConfig(1.0, 64, representatives=16, tail="mean"), HeadConfig(1.0, 128, tail="mean"))
     call = call_of(q, k, v, LayerConfig(heads, TILE), starts_of(starts))
-    monkeypatch.setattr(order_module, "count_tail_splits", lambda programs, steps: splits)
-    scores, means, ranking = rank_of(call)
-    again = order_module.order(scores, means, call, range(q_len))  # the count of arrivals is as it was
-    for ours, expected in zip(again, ranking, strict=True):
-        assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
+    scores, mean_values, ordered = rank_of(call)
+    four = sum_tails(ordered, scores, mean_values, call, range(q_len))
+    monkeypatch.setattr(tail_module, "MANY_SEGMENTS", 1)
+    assert tail_module.count_tail_segments(9, head_dim) == (8 if head_dim < 256 else 4)
+    ordered = order_module.order(scores, call, range(q_len))  # with no arrival counted
+    ranking = sum_tails(ordered, scores, mean_values, call, range(q_len))
+    for ours, expected in zip(ranking[1:], four[1:], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     shape = call.shape
     for b, h in itertools.product(range(shape.batch), range(shape.query_heads)):
         for n in range(-(-shape.q_len // call.config.heads[h].segment)):
@@ -142,10 +146,10 @@ def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():
 def test_the_coarse_order_is_nearly_the_full_order():
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
     q, k, _ = inputs(1, 1, 1, 64, 12000, 64)
-    scores, _, ranking = rank_of(call_of(q, k, k, LayerConfig.uniform(1, segment=64, tile=TILE)))
+    scores, _, ordered = rank_of(call_of(q, k, k, LayerConfig.uniform(1, segment=64, tile=TILE)))
     steps = (12000 - 64 - 128) // 32 * 32 // KEY_BLOCK
     weights = scores[0, 0, 0, :steps].double().mul(6).exp2()
-    coarse = weights[ranking.order[0, 0, 0, :steps].long() // KEY_BLOCK].cumsum(0) / weights.sum()
+    coarse = weights[ordered.order[0, 0, 0, :steps].long() // KEY_BLOCK].cumsum(0) / weights.sum()
     full = weights.sort(descending=True).values.cumsum(0) / weights.sum()
     for depth in (32, 64, 256, 1024):
         assert coarse[depth] >= 0.98 * full[depth]  # the least of three seeds is 0.991
@@ -161,12 +165,12 @@ def test_the_order_knows_the_last_keys_however_long_the_prefix_is(steps, monkeyp
     k = (
         torch.linspace(0, 6, steps * KEY_BLOCK + 192)[None, None, :, None] * direction * 8
     )  # scores rise with the position
-    scores, _, ranking = rank_of(call_of(q.half(), k.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE)))
+    scores, _, ordered = rank_of(call_of(q.half(), k.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE)))
     weights = scores[0, 0, 0, :steps].double().exp2()
     full = weights.sort(descending=True).values
-    assert steps % buckets_module.SAMPLES
+    assert steps % order_module.SAMPLES
     for depth in (8, 16, 32, 64):
-        assert weights[ranking.order[0, 0, 0, :depth].long() // KEY_BLOCK].sum() >= 0.9 * full[:depth].sum()
+        assert weights[ordered.order[0, 0, 0, :depth].long() // KEY_BLOCK].sum() >= 0.9 * full[:depth].sum()
 
 
 @COMPILED
@@ -176,10 +180,11 @@ def test_the_order_with_ballots_is_the_portable_one():
         q, k, _ = inputs(2, 4, 2, min(length, 700), length, 64)
         config = LayerConfig.uniform(4, segment=128, tail="mean", tile=TileConfig(64, 32, 4, 4, 1))
         call = call_of(q, k, k, config)
-        scores, means, fast = rank_of(call)
-        portable = order_module.order(scores, means, call, range(call.shape.q_len), portable=True)
+        scores, _, fast = rank_of(call)
+        portable = order_module.order(scores, call, range(call.shape.q_len), portable=True)
         for n in range(fast.order.shape[2]):
             steps = max(call.shape.offset + n * 128 - 128, 0) // 32 * 32 // KEY_BLOCK
             assert torch.equal(fast.order[:, :, n, :steps], portable.order[:, :, n, :steps])
             if steps:
                 assert torch.equal(fast.first[:, :, n], portable.first[:, :, n])
+                assert torch.equal(fast.edge[:, :, n], portable.edge[:, :, n])

@@ -10,7 +10,7 @@ from s2o_runtime.call import Call, Scoring
 from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.kernels.plan import LaunchPlan
 from s2o_runtime.kernels.prefill import Ranker, run_prefill
-from s2o_runtime.kernels.rank.buckets import BUCKETS
+from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.rank.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import RankedPrefix

@@ -20,7 +20,6 @@ from ...sequences import Starts
 from ..groups import Strides
 from ..launch import group_strides, launch
 from ..primitives import GRAIN, LOG2E, cap_scores, find_window_start, head_pointer, load_cache_rows, load_sequence
-from .tail import TAIL_PROGRAMS
 
 MEAN_WARPS = 4
 MEAN_STAGES = 5  # a program's loads are all that it waits for, and few programs run beside it
@@ -34,12 +33,11 @@ NOTHING = tl.constexpr(-1e30)  # the score of a key that does not count: finite,
 
 
 class Means(NamedTuple):
-    """The means of one call: REP and LOG_SUM of `groups`, and for a tail VALUES and ARRIVED of `rank.tail`."""
+    """The means of one call: REP, LOG_SUM and, for a tail, VALUES of `groups`."""
 
     representatives: Tensor
     log_sums: Tensor
     values: Tensor | None
-    arrived: Tensor | None
 
 
 @triton.jit
@@ -132,15 +130,14 @@ def _average_parts(
     ]
 )  # fmt: skip
 def _means(
-    Q, K, V, REP, LOG_SUM, VALUES, ARRIVED, STARTS: Starts, PAGES, SEGMENT, REPRESENTATIVES, qk_scale, q_len, offset,
+    Q, K, V, REP, LOG_SUM, VALUES, STARTS: Starts, PAGES, SEGMENT, REPRESENTATIVES, qk_scale, q_len, offset,
     lookback, parts, steps, pools, page_shift, page_rows, stride_q: Strides, stride_k: Strides, stride_v: Strides,
     stride_r: Strides, stride_pb,
     COUNTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, SAMPLE: tl.constexpr, STEPS: tl.constexpr,
-    ARRIVALS: tl.constexpr, HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
-    PAGED: tl.constexpr,
+    HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write REP and LOG_SUM of all segments, and with HAS_TAIL VALUES, and zeros to ARRIVED.
+    """Write REP and LOG_SUM of all segments, and with HAS_TAIL VALUES.
 
     Programs: (pools + segments, the last ones first; Hq; B). The first `pools` average values: all query heads of a KV
     head share its steps. Reading takes the time, so loads run ahead. COUNTS: the representatives that heads have.
@@ -161,8 +158,6 @@ def _means(
                 values, v_base, pages, stretch, k_first, start, offset + q_len, steps, page_shift, page_rows,
                 stride_v.row, D, STEPS, PAGED,
             )  # fmt: skip
-            if (tl.program_id(0) == 0) & (h == 0) & (b == 0):
-                tl.store(ARRIVED + tl.arange(0, ARRIVALS), tl.zeros([ARRIVALS], tl.int32))
     segment = tl.load(SEGMENT + h)
     n = tl.num_programs(0) - 1 - tl.program_id(0)  # long prefixes first
     if (tl.program_id(0) >= pools) & (segment > 0) & (n * segment < q_len):
@@ -189,17 +184,16 @@ def average(call: Call) -> Means:
     rep = torch.empty(*counted, shape.head_dim, dtype=q.dtype, device=q.device)
     log_sums = torch.empty(counted, dtype=torch.float32, device=q.device)
     steps = pools = 0
-    values = arrived = None
+    values = None
     if tables.tail:
         steps = -(-shape.kv_len // config.KEY_BLOCK)
         pools = -(-steps // (POOL_STEPS * shape.group))
         values = q.new_empty(shape.batch, shape.kv_heads, steps, shape.head_dim)
-        arrived = q.new_empty(TAIL_PROGRAMS, dtype=torch.int32)
     launch(
         _means,
         (pools + -(-shape.q_len // tables.shortest_segment), shape.query_heads, shape.batch),
         {
-            "Q": q, "K": call.k, "V": call.v, "REP": rep, "LOG_SUM": log_sums, "VALUES": values, "ARRIVED": arrived,
+            "Q": q, "K": call.k, "V": call.v, "REP": rep, "LOG_SUM": log_sums, "VALUES": values,
             "STARTS": call.starts, **call.paging, "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset,
             "lookback": call.config.lookback, "parts": counted[2], "steps": steps, "pools": pools,
@@ -209,12 +203,12 @@ def average(call: Call) -> Means:
             "COUNTS": tables.representative_counts, "GROUP": shape.group, "D": shape.head_dim,
             "ROWS": count_query_rows(shape.head_dim), "STAGES": MEAN_STAGES, "BK": LOG_SUM_KEYS,
             "BN": call.config.tile.block_n, "CAP": call.cap, "SAMPLE": LOG_SUM_SAMPLE, "STEPS": POOL_STEPS,
-            "ARRIVALS": TAIL_PROGRAMS, "HAS_TAIL": tables.tail, "HAS_START": call.kv_start is not None,
+            "HAS_TAIL": tables.tail, "HAS_START": call.kv_start is not None,
             "PACKED": call.packed, "PAGED": call.pages is not None,
         },
         num_warps=MEAN_WARPS,
     )  # fmt: skip
-    return Means(rep, log_sums, values, arrived)
+    return Means(rep, log_sums, values)
 
 
 def count_query_rows(head_dim: int) -> int:

@@ -1,13 +1,14 @@
-"""The order: a prefix's steps by falling weight, coarsely (Algorithm 1, line 19), and the tails' sums beside it.
+"""The order: a prefix's steps by falling weight, coarsely (Algorithm 1, line 19).
 
-A full sort would cost more than it saves, so steps are put into the buckets of `buckets.py` by score and nearly keep
-their positions inside a bucket, which is also kind to memory. The tails' sums need the buckets, not the order: programs
-of the same launch compute them, and each kind runs where the other waits for memory.
+A full sort would cost more than it saves, so steps are put into `BUCKETS` buckets by score and nearly keep their
+positions inside a bucket, which is also kind to memory. The buckets' edges are quantiles of a sample of the row, finer
+where scores are high, because most heads stop early.
 """
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,17 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call import Call
-from ...devices import get_capability, is_interpreted
-from ...tiles import Capability
+from ...devices import is_interpreted
 from ...sequences import Starts
-from ..groups import Ranking, Strides
+from ..groups import Strides
 from ..launch import group_strides, launch
-from ..primitives import GRAIN, TAIL, find_window_start, head_pointer, load_cache_rows, load_sequence
-from .buckets import BUCKETS, SAMPLES, bucket_shares, find_buckets
-from .means import Means
-from .tail import EDGES, TAIL_SEGMENTS, TAIL_STEPS, count_tail_splits, sum_tails
+from ..primitives import GRAIN, find_window_start, head_pointer, load_cache_rows, load_sequence
+from .scores import SCORE_LIMIT
 
-ORDER_WARPS = 16  # few programs, such as those of a chunk, keep a GPU waiting for the longest
+ORDER_WARPS = 4
+SAMPLES = 512  # with 256 or 1024 heads visit about as much; sorting 1024 took up to a third of the kernel's time
+BUCKETS = 32  # one for each lane of a warp
+FINEST, COARSEST = 1 / 256, 3 / 4  # shares of the row before the end of the first and of the last but one bucket
+LIMIT = tl.constexpr(SCORE_LIMIT)  # the score of a step with a key whose score is NaN or infinite
+JITTER = tl.constexpr(40503)  # an odd number near 2^16 over the golden ratio: its multiples' middle bits are spread
 RANK_BYTES = 6  # of workspace for each step of a row: a float16 score and an int32 index
 
 # Lane i of a warp holds one step, in `bucket` the step's bucket, and a counter for bucket i.
@@ -111,168 +114,148 @@ def _load_four(SCORE, first, prefix):
     return s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
 
 
-@triton.jit
-def _order_steps(
-    score, order, first_of_bucket, pages, prefix, start, SHARE_OF_RANK, page_shift, page_rows,
-    SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, HAS_TAIL: tl.constexpr, PORTABLE: tl.constexpr,
-    PAGED: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["q_len", "offset", "lookback", "row_begin", "rows_end", "page_shift", "page_rows", "stride_pb"]
+)
+def _order(
+    SCORE, ORDER, FIRST, EDGE, ARRIVED, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, q_len, offset, lookback,
+    row_begin, rows_end, page_shift, page_rows, stride_s: Strides, stride_i: Strides, stride_pb,
+    SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr,
+    HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write to `order` the first keys of the `prefix` steps of a segment, by falling bucket; see `_order`.
+    """Write to ORDER[b, h, n] the first keys of the steps of the prefix of segment n of the slice, by falling bucket.
+
+    Programs: (segments of the slice, the last ones first; Hq; B). Only a prefix's entries are read and written. ORDER:
+    `order` of `groups.Ranking`; with PAGED it has the rows of those keys in the cache, of whose pages a step lies in
+    one. SHARE_OF_RANK: float32 [BUCKETS], as `bucket_shares` gives it.
 
     A counting sort: every warp owns a stretch of the row, every lane a step of a vector of 32 and one bucket, so a few
     ballots rank 32 steps and the loops are free of barriers. Scores are loaded four to a lane, one turn ahead; the four
     are written out one by one, because Triton tensors cannot be indexed and the assembly wants [W, 32] tensors with one
     element a lane and one row a warp (tests/aot.py checks this layout). Inside a bucket, blocks of 128 steps ascend.
     """
-    edges, highest, per_bin = find_buckets(score, prefix, SHARE_OF_RANK, SAMPLES, BUCKETS)
-    bins = tl.arange(0, BUCKETS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    centre = highest - (bins.to(tl.float32) - 0.75) / per_bin
-    below = tl.minimum(tl.sum((centre[:, :, None] < edges[None, None, :]).to(tl.int32), 2), BUCKETS - 1)
-    packed = tl.sum(below << (tl.arange(0, 4)[None, :] * 8), 1)
-    table = tl.broadcast_to(packed[None, :], [WARPS, BUCKETS])
-
-    # how many steps of each bucket each warp's stretch holds
-    TURN: tl.constexpr = 4 * BUCKETS
-    stretch = tl.cdiv(prefix, WARPS * TURN) * TURN
-    mine = tl.arange(0, WARPS)[:, None] * stretch + tl.arange(0, BUCKETS)[None, :] * 4
-    count = tl.zeros([WARPS, BUCKETS], tl.int32)
-    four = _load_four(score, mine, prefix)
-    for t in range(0, stretch, TURN):
-        following = _load_four(score, mine + t + TURN, prefix)
-        for i in tl.static_range(4):
-            step_bucket = _bucket_of(four[i], highest, per_bin, table, mine + t + i < prefix, BUCKETS)
-            count = _count(step_bucket, count, BUCKETS, PORTABLE)
-        four = following
-
-    # where each warp's share of each bucket begins, then where each step goes
-    total = tl.sum(count, 0)
-    begins = tl.cumsum(total, 0) - total
-    base = begins[None, :] + tl.cumsum(count, 0) - count
-    if HAS_TAIL:
-        tl.store(first_of_bucket + tl.arange(0, BUCKETS), begins)
-    four = _load_four(score, mine, prefix)
-    for t in range(0, stretch, TURN):
-        following = _load_four(score, mine + t + TURN, prefix)
-        for i in tl.static_range(4):
-            step = mine + t + i
-            inside = step < prefix
-            step_bucket = _bucket_of(four[i], highest, per_bin, table, inside, BUCKETS)
-            step_rank, base = _rank(step_bucket, base, BUCKETS, PORTABLE)
-            key = start + step * GRAIN
-            if PAGED:
-                key = load_cache_rows(tl.where(inside, key, 0), pages, page_shift, page_rows)
-            tl.store(order + step_rank, key, mask=inside)
-        four = following
-
-
-@triton.jit(
-    do_not_specialize=[
-        "q_len", "offset", "lookback", "row_begin", "rows_end", "segments", "splits", "split_size", "page_shift",
-        "page_rows", "stride_pb",
-    ]
-)  # fmt: skip
-def _order(
-    SCORE, ORDER, FIRST, MASS, SUMS, VALUES, ARRIVED, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, FLAGS, q_len,
-    offset, lookback, row_begin, rows_end, segments, splits, split_size, page_shift, page_rows, stride_s: Strides,
-    stride_i: Strides, stride_v: Strides, stride_pb,
-    GROUP: tl.constexpr, D: tl.constexpr, SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, EDGES: tl.constexpr,
-    WARPS: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr,
-    HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Write to ORDER[b, h, n] the first keys of the steps of the prefix of segment n of the slice, by falling bucket.
-
-    Programs: (segments of the slice, the last ones first, and with HAS_TAIL those of `sum_tails`; Hq; B). Only a
-    prefix's entries are read and written. ORDER, FIRST, MASS and SUMS: `groups.Ranking`; with PAGED, ORDER has the rows
-    of those keys in the cache, of whose pages a step lies in one. SHARE_OF_RANK: float32 [BUCKETS], as `bucket_shares`
-    gives it. VALUES, ARRIVED, splits and split_size: as for `sum_tails`.
-    """
-    program = tl.program_id(0)
+    # long prefixes first
+    n = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
     _, _, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
-    score = head_pointer(SCORE, stride_s, b, h)
-    head = (b * tl.num_programs(1) + h).to(tl.int64)
-    before = row_begin // tl.maximum(segment, 1)
-    last = tl.cdiv(tl.minimum(rows_end, q_len) - row_begin, tl.maximum(segment, 1))  # segments of this head
-    if (segment > 0) & (program < segments):
-        n = segments - 1 - program  # long prefixes first
-        prefix = (find_window_start(before + n, segment, offset, lookback, start, BN) - start) // GRAIN
-        if (n < last) & (prefix > 0):
-            order = head_pointer(ORDER, stride_i, b, h) + n.to(tl.int64) * stride_i.row
-            _order_steps(
-                score + n.to(tl.int64) * stride_s.row, order, FIRST + (head * segments + n) * BUCKETS,
-                PAGES + b.to(tl.int64) * stride_pb, prefix, start, SHARE_OF_RANK, page_shift, page_rows,
-                SAMPLES, BUCKETS, WARPS, HAS_TAIL, PORTABLE, PAGED,
-            )  # fmt: skip
-    if HAS_TAIL:  # noqa: SIM102
-        if (segment > 0) & (program >= segments) & ((tl.load(FLAGS + h) & TAIL) != 0):
-            of_tail = tl.num_programs(0) - 1 - program
-            block = of_tail // splits
-            n = block * BS + tl.arange(0, BS)
-            first = find_window_start(before + n, segment, offset, lookback, start, BN)
-            steps = tl.where(n < last, (first - start) // GRAIN, 0)
-            values = head_pointer(VALUES, stride_v, b, h // GROUP)
-            at = head * segments + block * BS
-            arrived = ARRIVED + head * tl.cdiv(segments, BS) + block
-            if block * BS < last:
-                sum_tails(
-                    score, values, MASS, SUMS, arrived, SHARE_OF_RANK, n, steps, at, n < segments,
-                    of_tail % splits, splits, split_size, stride_s.row, stride_v.row,
-                    D, SAMPLES, BUCKETS, EDGES, BS, BK, IEEE,
-                )  # fmt: skip
+    at = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + n).to(tl.int64)
+    if HAS_TAIL:
+        tl.store(ARRIVED + at, 0)
+    first = find_window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, lookback, start, BN)
+    prefix = (first - start) // GRAIN
+    if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
+        score = head_pointer(SCORE, stride_s, b, h) + n.to(tl.int64) * stride_s.row
+        order = head_pointer(ORDER, stride_i, b, h) + n.to(tl.int64) * stride_i.row
+        pages = PAGES + b.to(tl.int64) * stride_pb
+
+        # edges: sampled quantiles at geometric ranks
+        every = tl.cdiv(prefix, SAMPLES)  # rounded up, so that the sample reaches the last keys, which matter most
+        sampled = tl.cdiv(prefix, every)
+        index = tl.arange(0, SAMPLES)
+        # one of each stretch, and not always its first: text may have a period that the stretches share
+        sampled_at = tl.minimum(index * every + ((index * JITTER) >> 7) % every, prefix - 1)
+        sample = tl.load(score + sampled_at, mask=index < sampled, other=float("-inf")).to(tl.float32)
+        sample = tl.where(sample == LIMIT, -LIMIT, sample)  # no edge: such a step is above all edges, so it comes first
+        sample = tl.sort(sample, descending=True)
+        rank = (tl.load(SHARE_OF_RANK + tl.arange(0, BUCKETS)) * sampled.to(tl.float32)).to(tl.int32)
+        edges = tl.gather(sample, tl.minimum(rank, tl.maximum(sampled - 1, 0)), 0)
+        highest = tl.max(edges, 0)
+        lowest = tl.min(edges, 0)
+        per_bin = (4.0 * BUCKETS - 2.5) / tl.maximum(highest - lowest, 1e-6)
+        bins = tl.arange(0, BUCKETS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        centre = highest - (bins.to(tl.float32) - 0.75) / per_bin
+        below = tl.minimum(tl.sum((centre[:, :, None] < edges[None, None, :]).to(tl.int32), 2), BUCKETS - 1)
+        packed = tl.sum(below << (tl.arange(0, 4)[None, :] * 8), 1)
+        table = tl.broadcast_to(packed[None, :], [WARPS, BUCKETS])
+
+        # how many steps of each bucket each warp's stretch holds
+        TURN: tl.constexpr = 4 * BUCKETS
+        stretch = tl.cdiv(prefix, WARPS * TURN) * TURN
+        mine = tl.arange(0, WARPS)[:, None] * stretch + tl.arange(0, BUCKETS)[None, :] * 4
+        count = tl.zeros([WARPS, BUCKETS], tl.int32)
+        four = _load_four(score, mine, prefix)
+        for t in range(0, stretch, TURN):
+            following = _load_four(score, mine + t + TURN, prefix)
+            for i in tl.static_range(4):
+                step_bucket = _bucket_of(four[i], highest, per_bin, table, mine + t + i < prefix, BUCKETS)
+                count = _count(step_bucket, count, BUCKETS, PORTABLE)
+            four = following
+
+        # where each warp's share of each bucket begins, then where each step goes
+        total = tl.sum(count, 0)
+        begins = tl.cumsum(total, 0) - total
+        base = begins[None, :] + tl.cumsum(count, 0) - count
+        if HAS_TAIL:
+            bucket = tl.arange(0, BUCKETS)
+            tl.store(FIRST + at * BUCKETS + bucket, begins)
+            # bins of earlier buckets: those whose centre is not below the edge before, solved for the bin's number
+            edge_before = tl.gather(edges, tl.maximum(bucket - 1, 0), 0)
+            earlier = tl.floor((highest - edge_before) * per_bin + 0.75) + 1.0
+            earlier = tl.minimum(tl.maximum(earlier, 0.0), 4.0 * BUCKETS)
+            edge = highest - (earlier - 1.25) / per_bin
+            tl.store(EDGE + at * BUCKETS + bucket, tl.where((bucket > 0) & (earlier > 0.0), edge, float("inf")))
+        four = _load_four(score, mine, prefix)
+        for t in range(0, stretch, TURN):
+            following = _load_four(score, mine + t + TURN, prefix)
+            for i in tl.static_range(4):
+                step = mine + t + i
+                inside = step < prefix
+                step_bucket = _bucket_of(four[i], highest, per_bin, table, inside, BUCKETS)
+                step_rank, base = _rank(step_bucket, base, BUCKETS, PORTABLE)
+                key = start + step * GRAIN
+                if PAGED:
+                    key = load_cache_rows(tl.where(inside, key, 0), pages, page_shift, page_rows)
+                tl.store(order + step_rank, key, mask=inside)
+            four = following
 
 
-def order(scores: Tensor, means: Means, call: Call, rows: range, portable: bool | None = None) -> Ranking:
-    """Order the prefixes' steps by falling score, coarsely (Algorithm 1, line 19), and sum the tails of that order.
+class Ordered(NamedTuple):
+    """The order of one slice of rows: ORDER, FIRST, EDGE and ARRIVED of `groups`; all but the first for a tail only."""
+
+    order: Tensor
+    first: Tensor | None
+    edge: Tensor | None
+    arrived: Tensor | None
+
+
+def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None) -> Ordered:
+    """Order the prefixes' steps by falling score, coarsely (Algorithm 1, line 19).
 
     scores: SCORE of the query rows; portable: without inline PTX, as by default in the interpreter and for other
     vendors.
     """
     if portable is None:
         portable = is_interpreted() or torch.version.cuda is None
-    shape, tables = call.shape, call.tables
-    ranking = Ranking(torch.empty_like(scores, dtype=torch.int32), None, None, None)
-    segments, programs, splits, split_size = scores.shape[2], scores.shape[2], 1, 0
+    shape, tables, segments = call.shape, call.tables, scores.shape[:3]
+    ordered = Ordered(torch.empty_like(scores, dtype=torch.int32), None, None, None)
     if tables.tail:
-        blocks = -(-segments // TAIL_SEGMENTS)
-        splits = count_tail_splits(blocks * shape.query_heads * shape.batch, scores.shape[3])
-        programs += blocks * splits
-        size = *scores.shape[:3], EDGES
-        split_size = math.prod(size) * (shape.head_dim + 1)
-        # of each split the sums, and behind them their masses; those of the first become those of all
-        parts = scores.new_empty(splits, split_size, dtype=torch.float32)
-        sums, mass = parts[0].split([math.prod(size) * shape.head_dim, math.prod(size)])
-        first = scores.new_empty(*scores.shape[:3], BUCKETS, dtype=torch.int32)
-        ranking = Ranking(ranking.order, first, mass.view(size), sums.view(*size, shape.head_dim))
-    values = call.v if means.values is None else means.values
+        first, arrived = (scores.new_empty(size, dtype=torch.int32) for size in ((*segments, BUCKETS), segments))
+        ordered = Ordered(ordered.order, first, torch.empty_like(first, dtype=torch.float32), arrived)
     launch(
         _order,
-        (programs, shape.query_heads, shape.batch),
+        (segments[2], shape.query_heads, shape.batch),
         {
-            "SCORE": scores, "ORDER": ranking.order, "FIRST": ranking.first, "MASS": ranking.mass, "SUMS": ranking.sums,
-            "VALUES": values, "ARRIVED": means.arrived, "SHARE_OF_RANK": bucket_shares(scores.device),
-            "STARTS": call.starts, **call.paging, "SEGMENT": tables.segment, "FLAGS": tables.flags,
-            "q_len": shape.q_len, "offset": shape.offset, "lookback": call.config.lookback,
-            "row_begin": rows.start, "rows_end": rows.stop, "segments": segments, "splits": splits,
-            "split_size": split_size, **group_strides(s=scores, i=ranking.order, v=values),
+            "SCORE": scores, "ORDER": ordered.order, "FIRST": ordered.first, "EDGE": ordered.edge,
+            "ARRIVED": ordered.arrived, "SHARE_OF_RANK": bucket_shares(scores.device), "STARTS": call.starts,
+            **call.paging, "SEGMENT": tables.segment, "q_len": shape.q_len, "offset": shape.offset,
+            "lookback": call.config.lookback, "row_begin": rows.start, "rows_end": rows.stop,
+            **group_strides(s=scores, i=ordered.order),
         },
         {
-            "GROUP": shape.group, "D": shape.head_dim, "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "EDGES": EDGES,
-            "WARPS": ORDER_WARPS, "BS": TAIL_SEGMENTS, "BK": TAIL_STEPS, "BN": call.config.tile.block_n,
-            "IEEE": values.dtype != torch.bfloat16, "HAS_TAIL": tables.tail, "HAS_START": call.kv_start is not None,
-            "PACKED": call.packed, "PORTABLE": portable, "PAGED": call.pages is not None,
+            "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,
+            "HAS_TAIL": tables.tail, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
+            "PORTABLE": portable, "PAGED": call.pages is not None,
         },
         num_warps=ORDER_WARPS,
-        maxnreg=limit_registers(shape.head_dim, tables.tail, get_capability(scores.device)),
     )  # fmt: skip
-    return ranking
+    return ordered
 
 
-def limit_registers(head_dim: int, tail: bool, gpu: Capability) -> int:
-    """Return the registers of a thread of `_order`: few, so that two programs, which wait for memory, share an SM.
-
-    Tails' sums fit in them on sm_90 alone, whose products read their operands from shared memory.
-    """
-    return 64 if not tail or (gpu == (9, 0) and head_dim <= 128) else 128
+@lru_cache(maxsize=8)
+def bucket_shares(device: torch.device) -> Tensor:
+    """Return the share of a row before the end of each bucket but the last, float32 [BUCKETS]; the last repeats."""
+    shares = FINEST * (COARSEST / FINEST) ** torch.linspace(0, 1, BUCKETS - 1, dtype=torch.float64)
+    return torch.cat((shares, shares[-1:])).to(device, torch.float32)
