@@ -116,7 +116,6 @@ class HeadTables(NamedTuple):
     tau: Tensor  # float32 [Hq]
     segment: Tensor  # int32 [Hq], 0 marks a head without a prefix
     flags: Tensor  # int32 [Hq], see above
-    rows_per_representative: Tensor  # int32 [Hq], queries that a representative is the mean of
     representatives: Tensor  # int32 [Hq], of a segment
     # int32 [Hq], the heads in the order in which their programs start, dense ones first, as they have the most work;
     # None where all are of one mode and no last rows are dense
@@ -220,7 +219,6 @@ def make_head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
         flags=table(lambda head: int(head.stop_rule) | TAIL * (head.tail == "mean")),
-        rows_per_representative=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
         launch_order=torch.tensor(order, dtype=torch.int32).to(device) if ordered else None,
         dense_heads=dense_heads,

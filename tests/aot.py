@@ -31,25 +31,22 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from calibrate.curves import trace_pass as kernel_pass
 from calibrate.curves.curves import TAUS
-from s2o_runtime.config import HEAD_DIMS, TileConfig
+from s2o_runtime.config import HEAD_DIMS, REPRESENTATIVES, TileConfig
 from s2o_runtime.tiles import FP8_CAPABILITY, SHARED_MEMORY, list_candidate_tiles, make_trace_tile
 from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, antidiagonal_tile, block_sparse_tile
 
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
-SCORE_SEGMENTS = (10, 20)  # segments of a call, one number for each form of the kernel `scores`
-SCORE_REPRESENTATIVES = (16,)
-LOG_SUM_ROWS = (16, 64)
-TAIL_SEGMENTS = (40, 80)  # likewise, of the kernel `tail`
+TAIL_SEGMENTS = (40, 80)  # of a call, one number for each form of the kernel `tail`
 POINTERS_OF = {  # by type
     "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V MEAN_KEYS MEAN_VALUES",
     "fp16": "SCORE",
     "fp32": (
-        "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS SPLITS FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
+        "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
         "K_SCALE SPLIT_OUT SPLIT_LSE V_SCALE"
     ),
     "i32": (
-        "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
+        "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER REPRESENTATIVES FIRST ARRIVED BLOCKS COUNTS KEY_ORDER "
         "HEADS BLOCK_TABLE"
     ),
     "i64": "KV_START",
@@ -61,7 +58,7 @@ FLOATS = ("qk_scale", "log_share")
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. 56 bytes of the plain
 # prefill are of head dim 256 with int8 scores on sm_90 in Triton 3.6; 48 before there were dense last rows.
 KEPT_BYTES = {
-    "prefill_hopper": 16, "prefill": 56, "log_sums": 8, "trace": 896, "antidiagonal": 24
+    "prefill_hopper": 16, "prefill": 56, "trace": 896, "antidiagonal": 24
 }  # fmt: skip
 KEPT_BYTES_CAPPED = 48  # of the specialised kernel with a soft cap in Triton 3.9; with sinks alone it spills none
 KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 128 in Triton 3.9; 16 in 3.6 and 3.7
@@ -102,8 +99,8 @@ PAGED_VARIANTS: dict[str, dict[str, object]] = {
     PAGED: {"PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 PREFILLS = ("prefill", "prefill_hopper")
-PAGED_KERNELS = ("log_sums", "scores", "order", "pool")
-FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
+PAGED_KERNELS = ("means", "scores", "order")
+FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "means", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
 BLOCK_SPARSE_VARIANTS: dict[str, dict[str, object]] = {
@@ -135,8 +132,8 @@ FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 class Case:
     """One kernel in one configuration for one GPU generation.
 
-    variant: a key of one of the dictionaries above; rows: the segments of a call of the kernel `scores`, or the
-    representatives that `log_sums` takes at once; representatives: of a segment.
+    variant: a key of one of the dictionaries above; rows: of a block of `mean_key_mass`, or the segments of a call of
+    `tail`; representatives: of a segment of some heads, others have one.
     """
 
     kernel: str
@@ -177,11 +174,11 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
     Fewer copies mean that the pipeline, or the divisibility of the rows' strides, was lost.
     """
-    if case.kernel == "representatives":
+    if case.kernel == "means":
         from s2o_runtime.kernels.rank import means
 
-        rows = means.count_representative_rows(case.head_dim)
-        tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
+        rows = means.count_query_rows(case.head_dim)
+        tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.MEAN_WARPS
     elif case.tile is None:
         return None
     elif case.kernel == "antidiagonal":
@@ -202,11 +199,9 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
 def tensor_cores(case: Case, built: Compiled) -> str | None:
     """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
-    products = ("scores", "log_sums", "tail", "mean_key_mass")
-    if case.tile is None and case.kernel not in products:
+    if case.tile is None and case.kernel not in ("means", "scores", "tail", "mean_key_mass"):
         return None
-    few_rows = case.kernel == "log_sums" and case.rows < 64
-    if case.capability == 90 and not few_rows:
+    if case.capability == 90 and case.kernel != "means":  # which has 16
         return "no wgmma" if built.wgmma == 0 else None
     return "no tensor core instruction" if built.wgmma + built.tcgen05 + built.mma_sync == 0 else None
 
@@ -268,17 +263,16 @@ def cases() -> list[Case]:
                 continue  # dense there
             for tile in sorted(tiles, key=str):
                 chosen.append(Case("prefill_hopper" if tile.specialized else "prefill", capability, head_dim, tile))
-            chosen += [Case("representatives", capability, head_dim, representatives=count) for count in (1, 16)]
-            chosen += [Case("log_sums", capability, head_dim, rows=rows) for rows in LOG_SUM_ROWS]
-            chosen += [Case("scores", capability, head_dim, rows=rows) for rows in SCORE_SEGMENTS]
-            chosen += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
-            chosen.append(Case("pool", capability, head_dim))
+            chosen += [
+                Case(kernel, capability, head_dim, representatives=count)
+                for kernel, count in itertools.product(("means", "scores"), REPRESENTATIVES)
+            ]
             chosen += [Case("tail", capability, head_dim, rows=rows) for rows in TAIL_SEGMENTS]
             if kernel_pass.may_compile(pair, triton.__version__):
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
                 traced = {replace(make_trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
-        chosen += [Case("order", capability), Case("add", capability)]
+        chosen.append(Case("order", capability))
     return (
         block_sparse_cases()
         + antidiagonal_cases()
@@ -294,7 +288,7 @@ def cases() -> list[Case]:
             replace(case, variant=variant)
             for case in chosen
             for variant, switches in VARIANTS.items()
-            if case.kernel not in ("pool", "tail", "add") or "HAS_TAIL" in switches
+            if case.kernel != "tail" or "HAS_TAIL" in switches
             if case.kernel != "trace" or "PACKED" not in switches
         ]
     )
@@ -384,15 +378,15 @@ def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from s2o_runtime.kernels import pages, prefill, prefill_hopper, primitives, splits, tail, trace
-    from s2o_runtime.kernels.rank import means, order, scores
+    from s2o_runtime.kernels import pages, prefill, prefill_hopper, primitives, splits, trace
+    from s2o_runtime.kernels.rank import means, order, scores, tail
     from scripts.bench.baselines.kernels import antidiagonal, block_sparse, mean_keys
 
     head_dim, rows, tile, name = case.head_dim, case.rows, case.tile, case.kernel
     switches = ALL_VARIANTS[case.variant]
     constants: dict[str, object] = {
         "GROUP": 4, "D": head_dim, "BN": 64, "SAMPLES": order.SAMPLES, "BUCKETS": order.BUCKETS, "EDGES": tail.EDGES,
-        "WARPS": order.ORDER_WARPS, "R": case.representatives, "BR": rows, **switches,
+        "COUNTS": tuple(sorted({1, case.representatives})), **switches,
     }  # fmt: skip
     types = POINTERS
     home: Any
@@ -435,30 +429,20 @@ def compile_case(case: Case) -> Compiled:
         case "combine":
             home, more = splits, {"ROWS": splits.COMBINED_ELEMENTS // head_dim}
             options = {"num_warps": splits.COMBINE_WARPS}
-        case "representatives":
-            home, options = means, {"num_warps": means.REPRESENTATIVE_WARPS}
-            more = {"ROWS": means.count_representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}
-            more["PARTS"] = means.count_parts_at_once(case.representatives)
-        case "log_sums":
-            home, more = scores, {"BK": scores.LOG_SUM_KEYS, "SAMPLE": scores.LOG_SUM_SAMPLE}
-            options = {"num_warps": scores.LOG_SUM_WARPS}
+        case "means":
+            home, options = means, {"num_warps": means.MEAN_WARPS}
+            more = {"ROWS": means.count_query_rows(head_dim), "STAGES": means.MEAN_STAGES, "BK": means.LOG_SUM_KEYS}
+            more |= {"SAMPLE": means.LOG_SUM_SAMPLE, "STEPS": means.POOL_STEPS}
         case "scores":
-            home = scores
-            more = {"WARPS": scores.SCORE_WARPS, "HEADS": scores.count_heads_at_once(case.representatives, 4)}
-            more["BS"] = scores.count_segments_at_once(rows, case.representatives, head_dim)
-            options = {"num_warps": scores.SCORE_WARPS, "num_stages": scores.SCORE_STAGES}
-            options["maxnreg"] = scores.MAX_REGISTERS
+            home, more = scores, {"WARPS": scores.SCORE_WARPS, "COLUMNS": scores.count_columns(head_dim)}
+            more |= {"KEYS": scores.SCORE_KEYS, "STAGES": scores.SCORE_STAGES}
+            options = {"num_warps": scores.SCORE_WARPS, "maxnreg": scores.MAX_REGISTERS}
         case "order":
-            home, options = order, {"num_warps": order.ORDER_WARPS}
-        case "pool":
-            home, more, options = tail, {"ROWS": tail.POOL_STEPS}, {"num_warps": tail.POOL_WARPS}
+            home, more, options = order, {"WARPS": order.ORDER_WARPS}, {"num_warps": order.ORDER_WARPS}
         case "tail":
             home, segments = tail, tail.count_tail_segments(rows, head_dim)
             more = {"BS": segments, "BK": tail.count_tail_steps(segments, head_dim)}
             options = {"num_warps": segments}
-        case "add":
-            home, constants, types = tail, {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
-            options = {"num_warps": tail.ADD_WARPS}
     source = GluonASTSource if name == "prefill_hopper" else ASTSource
     constants |= more
     return compile_kernel(getattr(home, f"_{name}"), constants, case.capability, source, options, types)

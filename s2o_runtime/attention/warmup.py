@@ -9,8 +9,7 @@ from ..errors import InputError, get_first_line
 from ..sequences import check_config
 from .api import refuse, s2o_attention
 
-# segments in a call, one number for each form of the ranking kernels (`scores.segments_at_once`, `tail.tail_segments`)
-SEGMENTS = (2, 20, 64)
+SEGMENTS = 2, 64  # in a call, one number for each form of the tail's kernel (`rank.tail.count_tail_segments`)
 THREADS = 8  # that compile: about a tenth of the work is Python's own, and no two threads run Python at once
 SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/splits.py)
 

@@ -13,12 +13,15 @@ name of a constant behind it is read or written only if that constant is true, a
     STARTS.cu_q, .cu_k      int32 [B + 1]: where packed sequences begin (PACKED); CU_Q, CU_K where they are alone
     PAGES                   int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
     SEGMENT                 int32 [Hq]: queries of a segment, 0 for a head without a prefix
-    PART, REPRESENTATIVES   int32 [Hq]: queries of a part of a segment, and parts of a segment
+    REPRESENTATIVES         int32 [Hq]: parts of a segment
     FLAGS, LAUNCH_ORDER     int32 [Hq]: as in `call.HeadTables`
     REP                     T [B, Hq, parts, D], contiguous, strides r: the mean query of each part
     LOG_SUM                 float32 [B, Hq, parts]: the log-sum-exp in base 2 of the scores of each mean
     SCORE                   float16 [B, Hq, N', P / GRAIN], strides s: the log2 weight of each step for a segment
+    VALUES                  T [B, Hkv, steps, D], strides v: the mean value of each step's keys, from the first that
+                            counts on (HAS_TAIL)
     EDGE                    float32 [B, Hq, N', BUCKETS]: the highest score of each bucket of the order (HAS_TAIL)
+    ARRIVED                 int32 [B, Hq, N']: 0 before the tails are summed, then a count of programs (HAS_TAIL)
     page_shift, page_rows   as for `primitives.load_cache_rows`
     lookback                as in `config.LayerConfig`
     row_begin, rows_end     the slice of rows that a launch is about
@@ -47,7 +50,7 @@ class Strides(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The order of each segment's prefix; FIRST, MASS and SUMS where they are alone. All but it only with HAS_TAIL."""
+    """The order of each segment's prefix; ORDER, FIRST, MASS, SUMS where they are alone, all but the first for tails."""
 
     order: Tensor  # int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
     first: Tensor | None  # int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins
@@ -86,7 +89,7 @@ class Sizes(NamedTuple):
     BM: int  # query rows of a tile
     BN: int  # keys of a tile
     STAGES: int  # of the pipeline or the ring
-    EDGES: int  # as in `tail`
+    EDGES: int  # as in `rank.tail`
     BUCKETS: int  # as in `rank.order`
 
 

@@ -44,11 +44,11 @@ from .primitives import (
     sum_remaining_mass,
     weigh_tail,
 )
-from .rank.means import make_representatives
-from .rank.order import BUCKETS, RANK_BYTES, Ranked, order
-from .rank.scores import log_sums, score
+from .rank.means import average
+from .rank.order import BUCKETS, RANK_BYTES, order
+from .rank.scores import score
+from .rank.tail import EDGES, count_tail_bytes, sum_tails
 from .splits import allocate_splits, combine, count_key_splits
-from .tail import EDGES, Tail, count_tail_bytes, pool_values, sum_tails
 
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and logs of a whole call come on top
@@ -256,14 +256,15 @@ class Ranker:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._representative = make_representatives(call)
-        self._log_sum = log_sums(self._representative, call)
-        self._pooled = pool_values(call.v, call) if call.tables.tail else None
+        self._means = average(call)
 
-    def rank(self, rows: range) -> tuple[Ranked, Tail | None]:
+    def rank(self, rows: range) -> Ranking:
         """Rank all segments that begin in `rows`, and sum their tails if any head has one."""
-        ranked = order(score(self._representative, self._log_sum, self._call, rows), self._call, rows)
-        return ranked, None if self._pooled is None else sum_tails(ranked, self._pooled, self._call, rows)
+        scores = score(self._means, self._call, rows)
+        ordered = order(scores, self._call, rows)
+        if self._means.values is None:
+            return Ranking(ordered.order, None, None, None)
+        return sum_tails(ordered, scores, self._means.values, self._call, rows)
 
 
 def slice_rows(call: Call, workspace: int) -> list[range]:
@@ -306,8 +307,7 @@ def count_heads_per_wave(shape: CallShape, pair_bytes: int, gpu: Resources) -> i
 
 
 def prefill(
-    call: Call, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor, rows: range,
-    lse: Tensor | None = None,
+    call: Call, ranking: Ranking | None, out: Tensor, visited: Tensor, rows: range, lse: Tensor | None = None
 ) -> None:  # fmt: skip
     """Compute window and gathered prefix for the query rows in `rows`, which begin at a multiple of every segment.
 
@@ -330,10 +330,9 @@ def prefill(
         if wide or (k.stride(2) * k.element_size() | v.stride(2) * v.element_size()) % 16:
             k, v = k.contiguous(), v.contiguous()
         wide = False
-    ranked, tail = (None, None) if ranking is None else ranking
-    # dense heads read no order, but Triton types the code that would: any int32 pointer stands in for it
-    ordered = tables.segment[None, None] if ranked is None else ranked.order
-    first, mass, sums = (None, None, None) if tail is None else tail
+    segments = 0 if ranking is None else ranking.order.shape[2]
+    if ranking is None:  # Triton types the code of other heads: any int32 pointer stands in for the order
+        ranking = Ranking(tables.segment[None, None], None, None, None)
     stride_eb, stride_eh = (0, 0) if lse is None else lse.stride()[:2]
     one_entry: dict[str, Argument] = {}
     if call.packed:
@@ -353,15 +352,15 @@ def prefill(
         kernel,
         grid,
         {
-            "Q": q, "K": k, "V": v, "RANKING": Ranking(ordered, first, mass, sums), "OUT": out, "LSE": lse,
+            "Q": q, "K": k, "V": v, "RANKING": ranking, "OUT": out, "LSE": lse,
             "VISITED": visited, "STARTS": call.starts, **call.paging,
             "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.launch_order, sinks),
             "SPLITS": splits,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
-            "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
+            "chunk": tile.chunk, "segments": segments,
             "waves": waves, "dense": tables.dense_heads, "last_rows": call.config.last_rows,
             "lookback": call.config.lookback,
-            **group_strides(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
+            **group_strides(q=q, k=k, v=v, o=out, i=ranking.order), "stride_cb": visited.stride(0),
             "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
         },
         {
@@ -370,7 +369,7 @@ def prefill(
                 EDGES=EDGES, BUCKETS=BUCKETS,
             ),
             "MODE": Mode(
-                HAS_TAIL=tail is not None, HAS_START=call.kv_start is not None, PACKED=call.packed,
+                HAS_TAIL=ranking.sums is not None, HAS_START=call.kv_start is not None, PACKED=call.packed,
                 HAS_LSE=lse is not None, HAS_SINKS=sinks is not None, CAP=call.cap,
                 HAS_LAUNCH_ORDER=tables.launch_order is not None, HAS_SPLITS=splits.split_out is not None,
                 PAGED=call.pages is not None, WIDE=wide,

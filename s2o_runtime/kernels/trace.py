@@ -33,7 +33,7 @@ from .primitives import (
     weigh_tail,
 )
 from .rank.order import BUCKETS
-from .tail import EDGES
+from .rank.tail import EDGES
 
 STRIDES = 4  # spacings of the stop checks that one pass follows, each twice the one before
 QUANTITIES = 5  # fields of Traced that the kernel writes
@@ -220,20 +220,19 @@ def trace(
     grid[: len(taus)] = taus
     ranker = Ranker(call)
     for rows in slice_rows(call, WORKSPACE_BYTES) if slices is None else slices:
-        ranked, tail = ranker.rank(rows)
-        assert tail is not None
+        ranking = ranker.rank(rows)
         tiles = -(-len(rows) // tile.block_m)
         out = q.new_zeros(QUANTITIES, STRIDES, shape.query_heads, tiles, size, dtype=torch.float32)
         launch(
             _trace,
             (tiles, shape.query_heads, 1),
             {
-                "Q": q, "K": k, "V": v, "RANKING": Ranking(ranked.order, *tail), "TRUTH": truth,
+                "Q": q, "K": k, "V": v, "RANKING": ranking, "TRUTH": truth,
                 "FLOOR": floor, "TAUS": grid, "SINKS": call.scoring.sinks, "TRACED": out,
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
-                "segment": tables.shortest_segment, "segments": ranked.order.shape[2], "count": tiles,
+                "segment": tables.shortest_segment, "segments": ranking.order.shape[2], "count": tiles,
                 "lookback": call.config.lookback,
-                **group_strides(q=q, k=k, v=v, t=truth), **list_strides("hn", i=ranked.order[0]),
+                **group_strides(q=q, k=k, v=v, t=truth), **list_strides("hn", i=ranking.order[0]),
                 **list_strides("qs", o=out),
             },
             {

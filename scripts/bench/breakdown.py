@@ -35,8 +35,8 @@ from scripts.bench.methods import FLUSHES
 
 NAME = "scripts.bench.breakdown"
 PARTS = {  # the kernels' names, as they begin
-    "rank": ("_representatives", "_log_sums", "_scores", "_order"),
-    "far": ("_pool", "_tail", "_add"),
+    "rank": ("_means", "_scores", "_order"),
+    "far": ("_tail",),
     "pairs": ("_prefill", "_prefill_hopper", "_combine", "cudnn"),
 }
 CALLS = 3  # that the profiler sees

@@ -22,8 +22,7 @@ from s2o_runtime.tiles import get_default_tile
 from scripts.bench.schema import DENSE, FLASH, FLASH_3
 
 if TYPE_CHECKING:
-    from s2o_runtime.kernels.rank.order import Ranked
-    from s2o_runtime.kernels.tail import Tail
+    from s2o_runtime.kernels.groups import Ranking
 
 LOG2_TAU = (-30.0, 19.9)  # where tau is searched, up to MAX_TAU: the most peaked heads need the low end
 CPU_TILE = TileConfig(64, 64, 4)
@@ -138,7 +137,7 @@ def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) ->
     out, visited, _ = kernel.run_prefill(calls[0])  # the buffers that every call writes
     slices = kernel.slice_rows(calls[0], kernel.WORKSPACE_BYTES)
 
-    def ranked_slices() -> Iterator[tuple[Ranked, Tail | None]]:
+    def ranked_slices() -> Iterator[Ranking]:
         return map(kernel.Ranker(calls[0]).rank, slices)
 
     rankings = list(ranked_slices())

@@ -27,8 +27,8 @@ from calibrate.timing import (
 )
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.kernels import prefill, splits, tail
-from s2o_runtime.kernels.rank import means, order, scores
+from s2o_runtime.kernels import prefill, splits
+from s2o_runtime.kernels.rank import means, order, scores, tail
 from s2o_runtime.tiles import list_candidate_tiles
 from support.kernels import inputs
 
@@ -249,7 +249,7 @@ def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
     def recorded(kernel, grid, arguments, of_kernel, **options):
         constants.append(tuple(of_kernel.items()))  # and no launch: what would be computed is tested elsewhere
 
-    for module in (prefill, splits, tail, means, order, scores):
+    for module in (prefill, splits, means, order, scores, tail):
         monkeypatch.setattr(module, "launch", recorded if module is prefill else lambda *_, **__: None)
     q, k, v = inputs(1, 2, 1, 66, 130, 64)
     of_form = {}

@@ -4,12 +4,11 @@ compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [KERNEL ...]
 compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill python tests/gpu/sanitize.py plain
 
 racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
-of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail),
-where it is split _combine, of the others _trace, _gather_pages,
-_block_sparse, _pool, _mean_key_mass, _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later (`pip
-install nvidia-cuda-sanitizer-api`, 13.5, brings 2026.4): older ones report barriers of a part of a block wrongly. What
-both found: docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it: what runs under the tool
-is what the tests run.
+of "plain" _prefill and those of ranking (_means, _scores, _order, _tail), where it is split _combine, of the others
+_trace, _gather_pages, _block_sparse, _pool, _mean_key_mass, _antidiagonal and _mass. It should be of compute-sanitizer
+2026.1 or later (`pip install nvidia-cuda-sanitizer-api`, 13.5, brings 2026.4): older ones report barriers of a part of
+a block wrongly. What both found: docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it:
+what runs under the tool is what the tests run.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def compiled(**changes):
         ("tensor_cores", Case("scores", 80, 128, rows=16), {"wgmma": 0}),
         ("tensor_cores", Case("tail", 90, 64), {"wgmma": 0, "mma_sync": 64}),
         ("shared_memory", Case("prefill", 89, 128, TileConfig()), {"shared": (99 << 10) + 1}),
-        ("no_spills", Case("representatives", 90, 128), {"stack": 8}),
-        ("no_spills", Case("representatives", 90, 128), {"local": 8}),
+        ("no_spills", Case("means", 90, 128), {"stack": 8}),
+        ("no_spills", Case("means", 90, 128), {"local": 8}),
         ("no_spills", Case("prefill_hopper", 90, 256, TileConfig(64, 64, 4, 4, 2, True)), {"stack": 312}),
         ("one_key_a_lane", Case("order", 90), {"assembly_layouts": (LANES.replace("[1, 32]", "[4, 8]"),)}),
         ("one_key_a_lane", Case("order", 90), {"assembly_layouts": ()}),
@@ -49,7 +49,7 @@ def test_all_kernels_are_compiled_for_all_targets():
     targets = [(cap, dim) for cap in SHARED_MEMORY for dim in HEAD_DIMS if dim <= 128 or cap in (90, 100)]
     assert covered == {(*target, variant) for target in targets for variant in VARIANTS}
     assert {case.kernel for case in cases() if case.capability == 90 and case.head_dim in (64, 128)} == {
-        "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
+        "prefill", "prefill_hopper", "means", "scores", "tail", "trace",
         "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages", "combine",
     }  # fmt: skip
 

@@ -18,10 +18,9 @@ from s2o_runtime.config import LOOKBACKS, HeadConfig, LayerConfig, StopRule, Til
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels import tail as tail_module
 from s2o_runtime.kernels.prefill import count_heads_per_wave, run_prefill, slice_rows
 from s2o_runtime.kernels.primitives import assign_tile
-from s2o_runtime.kernels.rank import scores as scores_module
+from s2o_runtime.kernels.rank.tail import count_tail_segments
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.sequences import CallShape, call_shape, measure_density
@@ -304,11 +303,10 @@ def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monke
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_warmup_has_every_number_of_segments_that_kernels_are_compiled_for(head_dim):
-    def forms(segments):
-        at_once = scores_module.count_segments_at_once(segments, 1, head_dim)
-        return at_once, tail_module.count_tail_segments(segments, head_dim)
+    def forms(counts):
+        return {count_tail_segments(count, head_dim) for count in counts}
 
-    assert {forms(segments) for segments in range(1, 600)} == {forms(segments) for segments in SEGMENTS}
+    assert forms(range(1, 600)) == forms(SEGMENTS)
 
 
 @COMPILED

@@ -22,11 +22,11 @@ from s2o_runtime.attention.replay import PLANS, _get_call, find_repeated_call, f
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels import pages, prefill, splits, tail
+from s2o_runtime.kernels import pages, prefill, splits
 from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.launch import is_hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
-from s2o_runtime.kernels.rank import means, order, scores
+from s2o_runtime.kernels.rank import means, order, scores, tail
 from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, count_replays, mixed_config
 from support.layouts import edges_of
 from support.paging import LAYOUTS, PagedBatch
@@ -293,7 +293,7 @@ def kernels(monkeypatch):
     def launch_interpreted(kernel, *args, **options):
         launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
 
-    for module in (pages, prefill, splits, tail, means, scores, order):
+    for module in (pages, prefill, splits, means, scores, order, tail):
         monkeypatch.setattr(module, "launch", launch_interpreted)
     return count_replays(monkeypatch)
 

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.kernels import tail as tail_module
 from s2o_runtime.kernels.primitives import LOG2E
+from s2o_runtime.kernels.rank import means as means_module
 from s2o_runtime.kernels.rank import order as order_module
-from s2o_runtime.kernels.rank import scores as scores_module
+from s2o_runtime.kernels.rank import tail as tail_module
+from s2o_runtime.kernels.rank.means import average
 from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
-from s2o_runtime.kernels.tail import EDGES
+from s2o_runtime.kernels.rank.scores import score
+from s2o_runtime.kernels.rank.tail import EDGES, sum_tails
 from s2o_runtime.reference.ranking import log_weights, make_representatives
-from support.kernels import ON_GPU, TILE, call_of, inputs, kernel_ranking, prefix_of, starts_of
+from support.kernels import ON_GPU, TILE, call_of, inputs, prefix_of, starts_of
 from support.marks import INTERPRETED, all_but_first
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
@@ -25,10 +27,11 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
 
 
-def rank_of(q, k, config, kv_start=None, **features):
-    """(scores, order) of a whole call, [B, Hq, N, P / GRAIN] each."""
-    ranking, _ = kernel_ranking(call_of(q, k, k, config, kv_start, **features))
-    return ranking.score.clone(), ranking.order
+def rank_of(call):
+    """Scores of a whole call, [B, Hq, N, P / GRAIN], the mean values of its steps, and its order."""
+    rows, means = range(call.shape.q_len), average(call)
+    scores = score(means, call, rows)
+    return scores, means.values, order_module.order(scores, call, rows)
 
 
 @INTERPRETED
@@ -41,12 +44,12 @@ def rank_of(q, k, config, kv_start=None, **features):
     ],
 )
 def test_rank_scores_and_orders_every_prefix(representatives, starts, length, softcap, monkeypatch):
-    monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 1 << 20)
+    monkeypatch.setattr(means_module, "LOG_SUM_SAMPLE", 1 << 20)
     q, k, _ = inputs(2, 2, 1, 230, length, 64)
     config = LayerConfig.uniform(2, segment=64, representatives=representatives, tile=TILE, lookback=64)
     kv_start = starts_of(starts)
-    call = call_of(q, k, k, config, kv_start)
-    scores, order_of_steps = rank_of(q, k, config, kv_start, softcap=softcap)
+    call = call_of(q, k, k, config, kv_start, softcap=softcap)
+    scores, _, ordered = rank_of(call)
     for b, h, n in itertools.product(range(2), range(2), range(4)):
         start, first = prefix_of(call, b, h, n)
         segment = q[b, h, n * 64 : (n + 1) * 64] * 0.125
@@ -56,7 +59,7 @@ def test_rank_scores_and_orders_every_prefix(representatives, starts, length, so
         ours = scores[b, h, n, :steps].float()
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-2)  # fp16, and 1 of 1 keys in the denominator
         order, sure = bucket_order(ours)
-        ranked = (order_of_steps[b, h, n, :steps].long() - start) // KEY_BLOCK
+        ranked = (ordered.order[b, h, n, :steps].long() - start) // KEY_BLOCK
         assert torch.equal(ranked.sort().values, torch.arange(steps))
         assert torch.equal(ranked[sure[ranked]], order[sure[order]])
 
@@ -89,8 +92,8 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch):
     q, k = torch.randn(1, 1, 64, 64), torch.randn(1, 1, 3000, 64)
     config, scores = LayerConfig.uniform(1, segment=64, representatives=16, tile=TILE, lookback=64), []
     for sample in (1 << 20, 3000 // 16):
-        monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", sample)
-        scores.append(rank_of(q, k, config)[0][0, 0, 0, : 2848 // KEY_BLOCK].float())
+        monkeypatch.setattr(means_module, "LOG_SUM_SAMPLE", sample)
+        scores.append(rank_of(call_of(q, k, k, config))[0][0, 0, 0, : 2848 // KEY_BLOCK].float())
     difference = (scores[1] - scores[0]).abs()
     assert difference.max() < 1.0  # of a row: at most a factor of two
     assert difference.mean() > 1e-3
@@ -107,24 +110,26 @@ def test_tail_sums_are_those_of_the_order(splits, head_dim, starts, q_len, monke
     q, k, v = inputs(len(starts or [0]), 2, 1, q_len, 700 if q_len > 500 else 500, head_dim)
     heads = (HeadConfig(1.0, 64, representatives=16, tail="mean"), HeadConfig(1.0, 128, tail="mean"))
     call = call_of(q, k, v, LayerConfig(heads, TILE), starts_of(starts))
-    ranking, four = kernel_ranking(call)
+    scores, mean_values, ordered = rank_of(call)
+    four = sum_tails(ordered, scores, mean_values, call, range(q_len))
     monkeypatch.setattr(tail_module, "MANY_SEGMENTS", 1)
     assert tail_module.count_tail_segments(9, head_dim) == (8 if head_dim < 256 else 4)
-    eight = tail_module.sum_tails(ranking, tail_module.pool_values(v, call), call, range(q_len))
-    for ours, expected in zip(eight, four, strict=True):
+    ordered = order_module.order(scores, call, range(q_len))  # with no arrival counted
+    ranking = sum_tails(ordered, scores, mean_values, call, range(q_len))
+    for ours, expected in zip(ranking[1:], four[1:], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     shape = call.shape
     for b, h in itertools.product(range(shape.batch), range(shape.query_heads)):
         for n in range(-(-shape.q_len // call.config.heads[h].segment)):
             start, first = prefix_of(call, b, h, n)
             steps = (first - start) // KEY_BLOCK
-            weights = ranking.score[b, h, n, :steps].double().exp2()
+            weights = scores[b, h, n, :steps].double().exp2()
             means = call.v[b, h // shape.group, start:first].double().view(steps, KEY_BLOCK, shape.head_dim).mean(1)
             place = (ranking.order[b, h, n, :steps].long() - start) // KEY_BLOCK
-            for e, begin in enumerate(eight.first[b, h, n, :: BUCKETS // EDGES].tolist()):
+            for e, begin in enumerate(ranking.first[b, h, n, :: BUCKETS // EDGES].tolist()):
                 rest = place[begin:]
                 on_the_border = float(weights[rest].max()) * 2 if len(rest) else 1e-6  # may count for either bucket
-                mass, values = eight.mass[b, h, n, e].double(), eight.values[b, h, n, e].double()
+                mass, values = ranking.mass[b, h, n, e].double(), ranking.sums[b, h, n, e].double()
                 torch.testing.assert_close(mass, weights[rest].sum(), rtol=1e-4, atol=on_the_border)
                 torch.testing.assert_close(values, weights[rest] @ means[rest], rtol=1e-4, atol=on_the_border * 4)
 
@@ -141,10 +146,10 @@ def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():
 def test_the_coarse_order_is_nearly_the_full_order():
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
     q, k, _ = inputs(1, 1, 1, 64, 12000, 64)
-    scores, ranked = rank_of(q, k, LayerConfig.uniform(1, segment=64, tile=TILE))
+    scores, _, ordered = rank_of(call_of(q, k, k, LayerConfig.uniform(1, segment=64, tile=TILE)))
     steps = (12000 - 64 - 128) // 32 * 32 // KEY_BLOCK
     weights = scores[0, 0, 0, :steps].double().mul(6).exp2()
-    coarse = weights[ranked[0, 0, 0, :steps].long() // KEY_BLOCK].cumsum(0) / weights.sum()
+    coarse = weights[ordered.order[0, 0, 0, :steps].long() // KEY_BLOCK].cumsum(0) / weights.sum()
     full = weights.sort(descending=True).values.cumsum(0) / weights.sum()
     for depth in (32, 64, 256, 1024):
         assert coarse[depth] >= 0.98 * full[depth]  # the least of three seeds is 0.991
@@ -160,12 +165,12 @@ def test_the_order_knows_the_last_keys_however_long_the_prefix_is(steps, monkeyp
     k = (
         torch.linspace(0, 6, steps * KEY_BLOCK + 192)[None, None, :, None] * direction * 8
     )  # scores rise with the position
-    scores, ranked = rank_of(q.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE))
+    scores, _, ordered = rank_of(call_of(q.half(), k.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE)))
     weights = scores[0, 0, 0, :steps].double().exp2()
     full = weights.sort(descending=True).values
     assert steps % order_module.SAMPLES
     for depth in (8, 16, 32, 64):
-        assert weights[ranked[0, 0, 0, :depth].long() // KEY_BLOCK].sum() >= 0.9 * full[:depth].sum()
+        assert weights[ordered.order[0, 0, 0, :depth].long() // KEY_BLOCK].sum() >= 0.9 * full[:depth].sum()
 
 
 @COMPILED
@@ -175,8 +180,8 @@ def test_the_order_with_ballots_is_the_portable_one():
         q, k, _ = inputs(2, 4, 2, min(length, 700), length, 64)
         config = LayerConfig.uniform(4, segment=128, tail="mean", tile=TileConfig(64, 32, 4, 4, 1))
         call = call_of(q, k, k, config)
-        fast, _ = kernel_ranking(call)
-        portable = order_module.order(fast.score, call, range(call.shape.q_len), portable=True)
+        scores, _, fast = rank_of(call)
+        portable = order_module.order(scores, call, range(call.shape.q_len), portable=True)
         for n in range(fast.order.shape[2]):
             steps = max(call.shape.offset + n * 128 - 128, 0) // 32 * 32 // KEY_BLOCK
             assert torch.equal(fast.order[:, :, n, :steps], portable.order[:, :, n, :steps])

@@ -11,7 +11,7 @@ from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, Til
 from s2o_runtime.kernels.plan import LaunchPlan
 from s2o_runtime.kernels.prefill import Ranker, run_prefill
 from s2o_runtime.kernels.rank.order import BUCKETS
-from s2o_runtime.kernels.tail import EDGES
+from s2o_runtime.kernels.rank.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import RankedPrefix
 
@@ -91,7 +91,7 @@ def call_of(q, k, v, config, kv_start=None, scale=None, lse=False, **features):
 
 
 def kernel_ranking(call):
-    """The ranking of a whole call by the kernels, and its tail sums."""
+    """The ranking of a whole call by the kernels."""
     return Ranker(call).rank(range(call.shape.q_len))
 
 
@@ -102,7 +102,7 @@ def prefix_of(call, b, h, n):
     return start, begin - (begin - start) % call.config.tile.block_n
 
 
-def ranking_of(call, ranking, tail, b, h, n):
+def ranking_of(call, ranking, b, h, n):
     """Return what the kernels made of a segment's ranking, as the reference wants it."""
     start, first = prefix_of(call, b, h, n)
     steps = (first - start) // KEY_BLOCK
@@ -111,10 +111,10 @@ def ranking_of(call, ranking, tail, b, h, n):
     values = torch.zeros(steps + 1, call.shape.head_dim, device=DEVICE)
     if call.config.heads[h].tail == "mean":
         last = torch.full((1,), steps, device=DEVICE)
-        begins = torch.cat([tail.first[b, h, n, :: BUCKETS // EDGES].long(), last])
+        begins = torch.cat([ranking.first[b, h, n, :: BUCKETS // EDGES].long(), last])
         masses, sums = (
             torch.cat([of_edges, torch.zeros_like(of_edges[:1])]).float()
-            for of_edges in (tail.mass[b, h, n], tail.values[b, h, n])
+            for of_edges in (ranking.mass[b, h, n], ranking.sums[b, h, n])
         )
         at = torch.arange(steps, device=DEVICE)
         edge = (begins[:EDGES] <= at[:, None]).sum(1) - 1
@@ -127,7 +127,7 @@ def ranking_of(call, ranking, tail, b, h, n):
 def run_both(q, k, v, config, kv_start=None, scale=None, **features):
     """The kernels, and the reference following the ranking that the kernels made."""
     call = call_of(q, k, v, config, kv_start, scale, True, **features)
-    ranking = None if config.is_dense else partial(ranking_of, call, *kernel_ranking(call))
+    ranking = None if config.is_dense else partial(ranking_of, call, kernel_ranking(call))
     expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, ranking_of=ranking, **features)
     return run_prefill(call), expected
 

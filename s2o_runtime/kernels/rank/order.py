@@ -20,7 +20,7 @@ from ...devices import is_interpreted
 from ...sequences import Starts
 from ..groups import Strides
 from ..launch import group_strides, launch
-from ..primitives import GRAIN, find_window_start, load_cache_rows, load_sequence
+from ..primitives import GRAIN, find_window_start, head_pointer, load_cache_rows, load_sequence
 from .scores import SCORE_LIMIT
 
 ORDER_WARPS = 4
@@ -118,8 +118,8 @@ def _load_four(SCORE, first, prefix):
     do_not_specialize=["q_len", "offset", "lookback", "row_begin", "rows_end", "page_shift", "page_rows", "stride_pb"]
 )
 def _order(
-    SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, q_len, offset, lookback, row_begin,
-    rows_end, page_shift, page_rows, stride_s: Strides, stride_i: Strides, stride_pb,
+    SCORE, ORDER, FIRST, EDGE, ARRIVED, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, q_len, offset, lookback,
+    row_begin, rows_end, page_shift, page_rows, stride_s: Strides, stride_i: Strides, stride_pb,
     SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr,
     HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -141,11 +141,14 @@ def _order(
     segment = tl.load(SEGMENT + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
     _, _, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    at = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + n).to(tl.int64)
+    if HAS_TAIL:
+        tl.store(ARRIVED + at, 0)
     first = find_window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, lookback, start, BN)
     prefix = (first - start) // GRAIN
     if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
-        score = SCORE + b.to(tl.int64) * stride_s.batch + h.to(tl.int64) * stride_s.head + n.to(tl.int64) * stride_s.row
-        order = ORDER + b.to(tl.int64) * stride_i.batch + h.to(tl.int64) * stride_i.head + n.to(tl.int64) * stride_i.row
+        score = head_pointer(SCORE, stride_s, b, h) + n.to(tl.int64) * stride_s.row
+        order = head_pointer(ORDER, stride_i, b, h) + n.to(tl.int64) * stride_i.row
         pages = PAGES + b.to(tl.int64) * stride_pb
 
         # edges: sampled quantiles at geometric ranks
@@ -153,8 +156,8 @@ def _order(
         sampled = tl.cdiv(prefix, every)
         index = tl.arange(0, SAMPLES)
         # one of each stretch, and not always its first: text may have a period that the stretches share
-        at = tl.minimum(index * every + ((index * JITTER) >> 7) % every, prefix - 1)
-        sample = tl.load(score + at, mask=index < sampled, other=float("-inf")).to(tl.float32)
+        sampled_at = tl.minimum(index * every + ((index * JITTER) >> 7) % every, prefix - 1)
+        sample = tl.load(score + sampled_at, mask=index < sampled, other=float("-inf")).to(tl.float32)
         sample = tl.where(sample == LIMIT, -LIMIT, sample)  # no edge: such a step is above all edges, so it comes first
         sample = tl.sort(sample, descending=True)
         rank = (tl.load(SHARE_OF_RANK + tl.arange(0, BUCKETS)) * sampled.to(tl.float32)).to(tl.int32)
@@ -186,15 +189,14 @@ def _order(
         begins = tl.cumsum(total, 0) - total
         base = begins[None, :] + tl.cumsum(count, 0) - count
         if HAS_TAIL:
-            row = ((b * tl.num_programs(1) + h) * tl.num_programs(0) + n).to(tl.int64) * BUCKETS
             bucket = tl.arange(0, BUCKETS)
-            tl.store(FIRST + row + bucket, begins)
+            tl.store(FIRST + at * BUCKETS + bucket, begins)
             # bins of earlier buckets: those whose centre is not below the edge before, solved for the bin's number
             edge_before = tl.gather(edges, tl.maximum(bucket - 1, 0), 0)
             earlier = tl.floor((highest - edge_before) * per_bin + 0.75) + 1.0
             earlier = tl.minimum(tl.maximum(earlier, 0.0), 4.0 * BUCKETS)
             edge = highest - (earlier - 1.25) / per_bin
-            tl.store(EDGE + row + bucket, tl.where((bucket > 0) & (earlier > 0.0), edge, float("inf")))
+            tl.store(EDGE + at * BUCKETS + bucket, tl.where((bucket > 0) & (earlier > 0.0), edge, float("inf")))
         four = _load_four(score, mine, prefix)
         for t in range(0, stretch, TURN):
             following = _load_four(score, mine + t + TURN, prefix)
@@ -210,16 +212,16 @@ def _order(
             four = following
 
 
-class Ranked(NamedTuple):
-    """The ranking of one slice of rows: ORDER, SCORE, FIRST and EDGE of `groups`, the last two for a tail only."""
+class Ordered(NamedTuple):
+    """The order of one slice of rows: ORDER, FIRST, EDGE and ARRIVED of `groups`; all but the first for a tail only."""
 
     order: Tensor
-    score: Tensor
     first: Tensor | None
     edge: Tensor | None
+    arrived: Tensor | None
 
 
-def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None) -> Ranked:
+def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None) -> Ordered:
     """Order the prefixes' steps by falling score, coarsely (Algorithm 1, line 19).
 
     scores: SCORE of the query rows; portable: without inline PTX, as by default in the interpreter and for other
@@ -227,31 +229,29 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
     """
     if portable is None:
         portable = is_interpreted() or torch.version.cuda is None
-    out = torch.empty_like(scores, dtype=torch.int32)
-    shape = call.shape
-    first = edge = None
-    if call.tables.tail:
-        first, edge = (
-            scores.new_empty(*scores.shape[:3], BUCKETS, dtype=kind) for kind in (torch.int32, torch.float32)
-        )
+    shape, tables, segments = call.shape, call.tables, scores.shape[:3]
+    ordered = Ordered(torch.empty_like(scores, dtype=torch.int32), None, None, None)
+    if tables.tail:
+        first, arrived = (scores.new_empty(size, dtype=torch.int32) for size in ((*segments, BUCKETS), segments))
+        ordered = Ordered(ordered.order, first, torch.empty_like(first, dtype=torch.float32), arrived)
     launch(
         _order,
-        (scores.shape[2], shape.query_heads, shape.batch),
+        (segments[2], shape.query_heads, shape.batch),
         {
-            "SCORE": scores, "ORDER": out, "FIRST": first, "EDGE": edge,
-            "SHARE_OF_RANK": bucket_shares(scores.device), "STARTS": call.starts, **call.paging,
-            "SEGMENT": call.tables.segment, "q_len": shape.q_len, "offset": shape.offset,
+            "SCORE": scores, "ORDER": ordered.order, "FIRST": ordered.first, "EDGE": ordered.edge,
+            "ARRIVED": ordered.arrived, "SHARE_OF_RANK": bucket_shares(scores.device), "STARTS": call.starts,
+            **call.paging, "SEGMENT": tables.segment, "q_len": shape.q_len, "offset": shape.offset,
             "lookback": call.config.lookback, "row_begin": rows.start, "rows_end": rows.stop,
-            **group_strides(s=scores, i=out),
+            **group_strides(s=scores, i=ordered.order),
         },
         {
             "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,
-            "HAS_TAIL": call.tables.tail, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
+            "HAS_TAIL": tables.tail, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
             "PORTABLE": portable, "PAGED": call.pages is not None,
         },
         num_warps=ORDER_WARPS,
     )  # fmt: skip
-    return Ranked(out, scores, first, edge)
+    return ordered
 
 
 @lru_cache(maxsize=8)
