@@ -50,7 +50,7 @@ class Strides(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The order of each segment's prefix; ORDER, FIRST, MASS, SUMS where they are alone, all but the first for tails."""
+    """The order of each segment's prefix: ORDER, and for tails FIRST, MASS and SUMS where they are alone."""
 
     order: Tensor  # int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
     first: Tensor | None  # int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins

@@ -112,7 +112,7 @@ def test_in_chunks_prompts_are_read_as_a_server_feeds_them(loaded, prompt, monke
         return cache, outputs.logits[0, -1:].float().log_softmax(-1)
 
     with open_local_executor(loaded) as executor:
-        source, chunked = [Taus(loaded, 0.5, 0.5)], Prover(executor, chunk=300)
+        source, chunked = [with_taus(loaded, 0.5, 0.5)], Prover(executor, chunk=300)
         ((ours,),), ((whole,),) = (measure_answers(prover, [prompt], source) for prover in (chunked, Prover(executor)))
         monkeypatch.setattr(answers, "prefill", feed)
         ((fed,),) = measure_answers(Prover(executor), [prompt], source)

@@ -71,7 +71,7 @@ def _average_parts(
     D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     CAP: tl.constexpr, SAMPLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write the means of the R parts of segment n of a head to REP, and the logarithms of their denominators to LOG_SUM.
+    """Write the means of the R parts of segment n of a head to REP, and the logs of their denominators to LOG_SUM.
 
     A mean is of those queries of the part that count, times qk_scale; 0 if none does. The log-sum-exp in base 2 of its
     scores is from about SAMPLE keys of the prefix; infinite for a part that holds only padding or has no prefix. Scores
@@ -108,9 +108,7 @@ def _average_parts(
         row = k_first + t
         if PAGED:
             row = load_cache_rows(tl.minimum(t, first - 1), pages, page_shift, page_rows)
-        k = tl.load(
-            k_base + row[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=t[None, :] < first, other=0
-        )
+        k = tl.load(k_base + row[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=t[None, :] < first, other=0)
         s = tl.dot(r, k, input_precision="ieee")
         if CAP > 0:
             s = cap_scores(s, 1.0, CAP)
