@@ -71,7 +71,7 @@ def _average_parts(
     D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     CAP: tl.constexpr, SAMPLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write the means of the R parts of segment n of a head to REP, and the logarithms of their denominators to LOG_SUM.
+    """Write the means of the R parts of segment n of a head to REP, and the logs of their denominators to LOG_SUM.
 
     A mean is of those queries of the part that count, times qk_scale; 0 if none does. The log-sum-exp in base 2 of its
     scores is from about SAMPLE keys of the prefix; infinite for a part that holds only padding or has no prefix. Scores
