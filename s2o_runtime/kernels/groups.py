@@ -50,7 +50,7 @@ class Strides(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The order of each segment's prefix; ORDER, FIRST, MASS, SUMS where they are alone, all but the first for tails."""
+    """The order of each segment's prefix; ORDER to SUMS where they are alone. All but it only with HAS_TAIL."""
 
     order: Tensor  # int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
     first: Tensor | None  # int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins

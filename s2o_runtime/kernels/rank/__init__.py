@@ -1,1 +1,1 @@
-"""Algorithm 1: the ranking of every segment's prefix, in up to four launches of `prefill.Ranker`: means, scores, order, tail."""
+"""Algorithm 1: the ranking of every segment's prefix, by launches of `prefill.Ranker`: means, scores, order, tail."""

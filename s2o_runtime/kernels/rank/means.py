@@ -108,9 +108,7 @@ def _average_parts(
         row = k_first + t
         if PAGED:
             row = load_cache_rows(tl.minimum(t, first - 1), pages, page_shift, page_rows)
-        k = tl.load(
-            k_base + row[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=t[None, :] < first, other=0
-        )
+        k = tl.load(k_base + row[None, :].to(tl.int64) * stride_kl + offs_d[:, None], mask=t[None, :] < first, other=0)
         s = tl.dot(r, k, input_precision="ieee")
         if CAP > 0:
             s = cap_scores(s, 1.0, CAP)
