@@ -260,11 +260,12 @@ class Ranker:
 
     def rank(self, rows: range) -> Ranking:
         """Rank all segments that begin in `rows`, and sum their tails if any head has one."""
-        scores = score(self._means, self._call, rows)
-        ordered = order(scores, self._call, rows)
-        if self._means.values is None:
+        means, call = self._means, self._call
+        scores = score(means, call, rows)
+        ordered = order(scores, call, rows)
+        if means.values is None:
             return Ranking(ordered.order, None, None, None)
-        return sum_tails(ordered, scores, self._means.values, self._call, rows)
+        return sum_tails(ordered, scores, means.values, call, rows)
 
 
 def slice_rows(call: Call, workspace: int) -> list[range]:

@@ -4,7 +4,7 @@
     python -m scripts.bench.breakdown --data MODEL --profile FILE [--lengths 8192,32768]
 
 A layer is one call. "total" and "dense" (cuDNN) are medians with a cold L2, in turns. The parts are the kernels' own
-times, as torch's profiler has them: "rank" orders the keys, "far" estimates what is skipped, "pairs" computes the
+times, as torch's profiler has them: "rank" averages and orders, "far" sums what is skipped, "pairs" computes the
 window and the keys that are visited, "other" is anything else, and "gaps" is the total less all parts. "even" is what
 the pairs would take at cuDNN's rate, of which "window" is inside the segments. "host" is the Python and launch time of
 a call that was seen before. All times are in milliseconds. Layers that run dense have no parts.

@@ -229,11 +229,14 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
     """
     if portable is None:
         portable = is_interpreted() or torch.version.cuda is None
-    shape, tables, segments = call.shape, call.tables, scores.shape[:3]
+    shape, tables = call.shape, call.tables
+    segments = scores.shape[:3]
     ordered = Ordered(torch.empty_like(scores, dtype=torch.int32), None, None, None)
     if tables.tail:
-        first, arrived = (scores.new_empty(size, dtype=torch.int32) for size in ((*segments, BUCKETS), segments))
-        ordered = Ordered(ordered.order, first, torch.empty_like(first, dtype=torch.float32), arrived)
+        first = scores.new_empty(*segments, BUCKETS, dtype=torch.int32)
+        edge = torch.empty_like(first, dtype=torch.float32)
+        arrived = scores.new_empty(segments, dtype=torch.int32)
+        ordered = Ordered(ordered.order, first, edge, arrived)
     launch(
         _order,
         (segments[2], shape.query_heads, shape.batch),

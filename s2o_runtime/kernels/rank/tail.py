@@ -91,7 +91,8 @@ def _tail(
                 mass = tl.dot(w.to(v.dtype), tl.full([BK, 16], 1.0, v.dtype), mass)
         total = tl.max(mass, 1)
         entry = tl.arange(0, BS * EDGES)
-        exists = tl.reshape(tl.broadcast_to(inside[:, None], [BS, EDGES]), [BS * EDGES])
+        exists = tl.broadcast_to(inside[:, None], [BS, EDGES])
+        exists = tl.reshape(exists, [BS * EDGES])
         to_mass = MASS + at * EDGES + entry
         to_sums = SUMS + at * (EDGES * D) + (entry[:, None] * D + offs_d[None, :])
         further = tl.multiple_of(split.to(tl.int64) * split_size, 16)  # there are 16 edges
@@ -113,13 +114,15 @@ def _tail(
 
 def sum_tails(ordered: Ordered, scores: Tensor, values: Tensor, call: Call, rows: range) -> Ranking:
     """Sum the tails of all segments that begin in `rows`; scores, values: SCORE of these rows, and VALUES."""
-    shape, tables, size = call.shape, call.tables, (*scores.shape[:3], EDGES)
+    shape, tables = call.shape, call.tables
+    size = *scores.shape[:3], EDGES
+    count = math.prod(size)
     at_once = count_tail_segments(size[2], shape.head_dim)
     blocks = -(-size[2] // at_once)
     splits = count_tail_splits(blocks * shape.query_heads * shape.batch, scores.shape[3])
     # of each split the sums, and behind them their masses; those of the first become those of all
-    parts = scores.new_empty(splits, math.prod(size) * (shape.head_dim + 1), dtype=torch.float32)
-    sums, mass = parts[0].split([math.prod(size) * shape.head_dim, math.prod(size)])
+    parts = scores.new_empty(splits, count * (shape.head_dim + 1), dtype=torch.float32)
+    sums, mass = parts[0].split([count * shape.head_dim, count])
     launch(
         _tail,
         (blocks * splits, shape.query_heads, shape.batch),
