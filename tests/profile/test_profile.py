@@ -122,7 +122,8 @@ def test_heads_that_only_earlier_versions_could_run_are_dense(tmp_path):
 # fields that only some profiles have, beside those of the golden file
 OPTIONAL = """
 model.base_fingerprint model.config model.layer_numbers model.other_layers record.budget.ceiling_rel_mse
-record.certificate.lengths[].layers[].binds record.certificate.lengths[].layers[].rel_mse
+record.certificate.lengths[].answers.quoted record.certificate.lengths[].layers[].binds
+record.certificate.lengths[].layers[].rel_mse
 record.held_out[].layers[].binds record.recipe.kv_cache_dtype record.recipe.last_rows record.recipe.tokenizer
 """.split()  # noqa: SIM905
 

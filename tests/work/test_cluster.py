@@ -181,7 +181,7 @@ class Client:
 
     def submit(self, function, plugin, method, *, workers, pure):
         loaded = Future()
-        loaded.set_result((WorkerInfo("tiny", None, "f", self.devices[workers[0]], {}), 1.0))
+        loaded.set_result((WorkerInfo("tiny", None, "f", self.devices[workers[0]], {}, True), 1.0))
         return loaded
 
 
