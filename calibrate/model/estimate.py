@@ -102,10 +102,11 @@ FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
 START = 10.0  # seconds to load and test a small model on a CPU; on a GPU, which starts too, twice that
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
 COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a GPU
-TRIAL = 0.045  # seconds for a trial of the search, and for a layer that is timed, besides the attention in them
+TRIAL = 0.045  # seconds for a trial of the search, besides the attention in it
 TIMED = 12  # times dense attention that a trial runs: S2O and dense attention in turns, and before that to compile
 TIMED_ALONE = 4  # the same where dense attention takes so long that it is not timed with each trial
 TIMED_LAYERS, TIMED_ONCE = 15, 6  # the same for a layer of the profile, and for one whose attention takes long
+TIMED_LAYER = 0.35  # seconds for a layer of the profile besides, most of it to keep the GPU busy before each call
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
 TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
 PROOFS = 1.8  # how often a layer is proven, with those that are revised
@@ -223,7 +224,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         on_gpu
         * layers
         * sum(
-            TRIAL + time_attention(at) * (TIMED_LAYERS if time_attention(at) < LONG_CALL_S else TIMED_ONCE)
+            TIMED_LAYER + time_attention(at) * (TIMED_LAYERS if time_attention(at) < LONG_CALL_S else TIMED_ONCE)
             for at in proven
         )
     )
@@ -239,7 +240,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
 
         certifying = certify(LOOKS) + timing + recipe.held_out * sum(map(time_errors, proven))  # less is proven again
         noise = on_gpu * time_answers(min(recipe.lengths), 2, 1, 1)
-        weighing = 2 * read + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
+        weighing = 2 * read + on_gpu * COMPILING / 2 + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
         weighing += sum(time_answers(length, ANSWERED, 1, 2) for length in recipe.lengths)
         scaling = sum(time_answers(length, recipe.held_out, 0.5, 1) for length in recipe.lengths)
     else:

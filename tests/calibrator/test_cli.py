@@ -126,7 +126,11 @@ def test_the_plan_says_when_others_use_the_cores(load, threads, said, command, m
 
 @pytest.mark.parametrize("worthwhile", [True, False])
 def test_a_run_ends_with_what_was_written_and_what_is_worth_deploying(worthwhile, command, monkeypatch):
-    files = {"report_files": [Path("p.html")], "report_failure": "", "recipe": SimpleNamespace(out=Path("p.safetensors"))}
+    files = {
+        "report_files": [Path("p.html")],
+        "report_failure": "",
+        "recipe": SimpleNamespace(out=Path("p.safetensors")),
+    }
     finished = SimpleNamespace(report="the report", written=True, **files)
     monkeypatch.setattr(commands, "run", lambda *_, **__: finished)
     monkeypatch.setattr(page, "print_report", lambda report, console: None)
