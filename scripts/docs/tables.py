@@ -40,7 +40,10 @@ CERTIFIED = {  # of budgets of errors
     "calibrate-smollm2-h200.json": "SmolLM2-135M",
     "calibrate-demo-h200.json": "the demo model",
 }
-CALIBRATIONS = {"calibrate-qwen2.5-coder-1.5b-windows-h200.json": "Qwen2.5-Coder-1.5B", **dict(list(CERTIFIED.items())[1:])}
+CALIBRATIONS = {
+    "calibrate-qwen2.5-coder-1.5b-windows-h200.json": "Qwen2.5-Coder-1.5B",
+    **dict(list(CERTIFIED.items())[1:]),
+}
 SERVED = {  # time to the first token: the model, its query heads times head_dim, and the weights of a layer
     "first-token-demo-h100.json": ("demo", 8 * 128, 1.05e6),
     "first-token-qwen2.5-coder-1.5b-h100.json": ("Qwen2.5-Coder-1.5B", 12 * 128, 46.8e6),
