@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,14 +124,15 @@ def report(name: str, codes: list[str], texts: list[str], cached: list[int], sec
 
 
 def check_counters(case: EngineCase, counters: Any) -> None:
-    """Rows by path and reason: some of S2O, unless it fails, of the stock backend, and of prompts' ends."""
-    rows = counters.shares()
-    if case.faults:
-        assert len({error for _, error in counters.faults}) == 4, (
-            f"S2O failed otherwise than it should: {counters.faults}"
-        )
-        return
-    assert not counters.faults
+    """S2O fails in each of four ways or not at all, and then every kind of rows is there."""
+    errors = {error for _, error in counters.faults}
+    assert len(errors) == 4 * case.faults, f"S2O failed otherwise than it should: {counters.faults}"
+    if not case.faults:
+        check_rows(counters.shares())
+
+
+def check_rows(rows: Mapping[tuple[str, str], float]) -> None:
+    """Rows by path and reason: some of S2O, of the stock backend, and of prompts' ends."""
     assert any(path == "s2o" for path, _ in rows), "no row was computed by S2O"
     assert any(path == "dense" for path, _ in rows), "no row was computed by the stock backend"
     assert ("dense", LAST) in rows, "no row was dense for being the last of a prompt"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,7 +28,9 @@ from ..serving.fit import Request, ServedLayer
 from ..serving.server import Server
 from .compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
-LENGTHS = "s2o_lengths"  # attribute of a ForwardBatch: the tokens of each request's prompt (`watch_prompts`)
+# of the batches that were made last, the list of new tokens, which copies of a batch share, and the tokens of each
+# request's prompt
+_seen: deque[tuple[list[int], list[int]]] = deque(maxlen=8)
 
 
 @dataclass(frozen=True)
@@ -199,16 +202,16 @@ def find_attention_obstacle(layer: Any) -> str | None:
 
 
 def watch_prompts(batches: Any) -> None:
-    """Give each batch of SGLang's class ForwardBatch the lengths of its prompts, as `LENGTHS`; the class is changed.
+    """Remember how long the prompts of each batch of SGLang's class ForwardBatch are; the class is changed.
 
-    SGLang's scheduler knows them on the host; its backends are told where a chunk ends, not where its prompt does.
+    SGLang's scheduler knows it on the host; its backends are told where a chunk ends, not where its prompt does.
     """
     create = batches.init_new
 
     def init_new(batch: Any, *arguments: Any, **named: Any) -> Any:
         made = create(batch, *arguments, **named)
         try:
-            setattr(made, LENGTHS, [len(request.full_untruncated_fill_ids) for request in batch.reqs])
+            remember_prompts(made, [len(request.full_untruncated_fill_ids) for request in batch.reqs])
         except (AttributeError, TypeError) as error:
             message = (
                 "S2O: this SGLang does not say how long prompts are (%r): chunks run the settings of the keys so far"
@@ -217,6 +220,17 @@ def watch_prompts(batches: Any) -> None:
         return made
 
     batches.init_new = init_new
+
+
+def remember_prompts(batch: Any, lengths: list[int]) -> None:
+    """Remember the tokens of the prompt of each request of a ForwardBatch, and of its copies."""
+    if batch.extend_seq_lens_cpu is not None:  # else it decodes
+        _seen.append((batch.extend_seq_lens_cpu, lengths))
+
+
+def get_prompt_lengths(batch: Any) -> list[int]:
+    """Return what was remembered of a ForwardBatch; empty if nothing was."""
+    return next((lengths for new, lengths in reversed(_seen) if new is batch.extend_seq_lens_cpu), [])
 
 
 def find_reader(source: Any) -> DenseReason | None:
@@ -246,7 +260,7 @@ class SglangBatch(Batch):
             DenseReason.ADAPTER if adapter is not None else DenseReason.PROMPT_LOGPROBS if start < count - 1 else None
             for adapter, count, start in zip(adapters, queries, unread, strict=True)
         ]
-        whole: list[int] = getattr(source, LENGTHS, [])
+        whole = get_prompt_lengths(source)
         left = list(map(sub, whole, lengths)) if len(whole) == len(lengths) else []
         starts = [0, *accumulate(queries)]
         split = SplitRequests.from_batch(starts, lengths, own_reasons, left, server.fit.count_last_rows)

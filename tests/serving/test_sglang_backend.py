@@ -9,7 +9,7 @@ import torch
 
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.sglang.backend import LENGTHS, watch_prompts
+from s2o_runtime.sglang.backend import get_prompt_lengths, watch_prompts
 from s2o_runtime.sglang.engine import _find_reader
 from support.fake_server import FakeServer
 from support.fake_sglang import Capture, FakeEngine, Mode
@@ -155,10 +155,11 @@ def test_batches_are_given_the_lengths_of_their_prompts():
     class Batches:
         @classmethod
         def init_new(cls, batch, runner, *, hidden):
-            return SimpleNamespace(made_of=(batch, runner, hidden))
+            return SimpleNamespace(made_of=(batch, runner, hidden), extend_seq_lens_cpu=batch.new)
 
     watch_prompts(Batches)
-    known, unknown = (SimpleNamespace(reqs=reqs) for reqs in ([SimpleNamespace(full_untruncated_fill_ids=b"ab")], [0]))
-    made = Batches.init_new(known, "runner", hidden=1)
-    assert (made.made_of, getattr(made, LENGTHS)) == ((known, "runner", 1), [2])
-    assert not hasattr(Batches.init_new(unknown, "runner", hidden=1), LENGTHS)
+    asked = [SimpleNamespace(full_untruncated_fill_ids=b"ab")]
+    known, other, unknown = (SimpleNamespace(reqs=reqs, new=[1]) for reqs in (asked, 2 * asked, [0]))
+    made, *others = (Batches.init_new(batch, "runner", hidden=1) for batch in (known, other, unknown))
+    assert made.made_of == (known, "runner", 1)
+    assert [get_prompt_lengths(copy.copy(batch)) for batch in (made, *others)] == [[2], [2, 2], []]

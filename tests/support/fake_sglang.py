@@ -5,6 +5,7 @@ On a GPU the same classes drive the real kernels.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.call import Scoring
-from s2o_runtime.sglang.backend import LENGTHS, SglangApi, mix_in
+from s2o_runtime.sglang.backend import SglangApi, mix_in, remember_prompts
 from support.fake_server import Request, Requests, take
 from support.vllm_plain import attend_densely, write_rows
 
@@ -234,8 +235,8 @@ class FakeEngine(Requests):
             extend_logprob_start_lens_cpu=[0 if request.logprobs else count for request, count in parts],
         )
         if self.ends:
-            setattr(batch, LENGTHS, [len(request) for request, _ in parts])
-        return batch
+            remember_prompts(batch, [len(request) for request, _ in parts])
+        return copy.copy(batch)  # as SGLang's runner hands one on
 
     def feed(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND, **call: Any) -> Tensor:
         """Feed so many tokens of each request; returns their outputs [T, Hq, D].
