@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -114,10 +114,13 @@ def measure_model(
 
         tracks: list[list[LayerCurves]] = []
         missing = [name for name in keys if name not in entries]
-        for length, share in ((length, share) for length, split in splits.items() for share in split):
+        by_worker = [
+            (length, split[:number], share) for length, split in splits.items() for number, share in enumerate(split)
+        ]
+        for length, earlier, share in by_worker:
             tracks.append([])
             for layer in (layer for layer, missing_length in missing if missing_length == length):
-                item = LayerCurves(layer, length, share, tuple(shapes[length]), recipe)
+                item = LayerCurves(layer, length, share, sum(map(len, earlier)), tuple(shapes[length]), recipe)
                 if (packed_parts := journal.get(PARTS, make_part_key(layer, length, share))) is None:
                     tracks[-1].append(item)
                 else:  # an earlier run was ended between the workers' parts
@@ -162,11 +165,15 @@ def combine_prompts(prompt_curves: Sequence[Curves]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class LayerCurves(WorkItem):
-    """Measurement of the curves of a layer, by its row in a profile, on each of some prompts of a length, by hashes."""
+    """Measurement of the curves of a layer, by its row in a profile, on each of some prompts of a length, by hashes.
+
+    before: how many prompts of the length come before these, which other workers have.
+    """
 
     layer: int
     length: int
     prompts: tuple[str, ...]
+    before: int
     shapes: tuple[Shape, ...]
     recipe: Recipe
     stage: str = STAGE
@@ -183,7 +190,8 @@ class LayerCurves(WorkItem):
         with wrap_out_of_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
             forward = get_forward(worker, self.prompts)
             inputs = (captured.cached(self.recipe.kv_cache_dtype) for captured in forward.inputs(self.layer))
-            prompt_curves = [measure_prompt(captured, self.shapes, self.recipe) for captured in inputs]
+            numbered = (replace(captured, prompt=self.before + captured.prompt) for captured in inputs)
+            prompt_curves = [measure_prompt(captured, self.shapes, self.recipe) for captured in numbered]
             forward.finish()
         return prompt_curves
 

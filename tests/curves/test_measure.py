@@ -45,11 +45,12 @@ def recipe(**changes):
 @pytest.fixture
 def watched(loaded, tmp_path, monkeypatch):
     """Runs of `measure_model`; of the last one (layer, length) for every prompt and segment, and reused entries."""
-    watched = SimpleNamespace(path=tmp_path / "journal", measured=[], reused=0)
+    watched = SimpleNamespace(path=tmp_path / "journal", measured=[], numbers=set(), reused=0)
     real = measure.measure
 
     def watch(prompt, rankings, shapes, last_rows=0):
         watched.measured.append((prompt.layer, int(prompt.q.shape[2])))
+        watched.numbers.add(prompt.prompt)
         return real(prompt, rankings, shapes, last_rows)
 
     def run(prompts=None, shapes=SHAPES, **changes):
@@ -119,8 +120,12 @@ def test_the_journal_answers_for_what_it_has(watched, monkeypatch):
 
 
 def test_workers_share_prompts_and_an_interrupted_run_keeps_their_parts(loaded, watched):
-    """Each of two workers measures one prompt of every length; a part is kept until the mean takes its place."""
+    """Each of two workers measures one prompt of every length; a part is kept until the mean takes its place.
+
+    A prompt's number, by which its windows are chosen, is the same with any number of workers.
+    """
     first = watched.run()
+    watched.numbers.clear()
     with open_local_executor(loaded) as executor, Journal.open(watched.path.with_name("parts"), {}) as journal:
         executor.size, spread = 2, executor.spread
 
@@ -142,6 +147,7 @@ def test_workers_share_prompts_and_an_interrupted_run_keeps_their_parts(loaded, 
         executor.spread = remaining
         assert_same(first, measure_model(executor, make_prompts(), SHAPES, recipe(), journal, Mock()))
         assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [4, 0]
+        assert watched.numbers == {0, 1}
 
 
 @SLOW
