@@ -220,19 +220,15 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         timed = TIMED if time_attention(length) < LONG_CALL_S else TIMED_ALONE
         searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
-    timing = (
-        on_gpu
-        * layers
-        * sum(
-            TIMED_LAYER + time_attention(at) * (TIMED_LAYERS if time_attention(at) < LONG_CALL_S else TIMED_ONCE)
-            for at in proven
-        )
-    )
+
+    def time_layer(length: int) -> float:  # timed, in a profile
+        attention = time_attention(length)
+        return TIMED_LAYER + attention * (TIMED_LAYERS if attention < LONG_CALL_S else TIMED_ONCE)
 
     def time_proof(often: float, prompts: int = recipe.held_out) -> float:  # the dense model reads a prompt once
         return read + prompts * sum(time_forward(at) + often * time_errors(at) for at in proven)
 
-    noise = weighing = scaling = 0.0
+    timing, noise, weighing, scaling = on_gpu * layers * sum(map(time_layer, proven)), 0.0, 0.0, 0.0
     if recipe.budget.kind == "kl":
 
         def certify(often: float) -> float:

@@ -210,21 +210,22 @@ class DenseAnswers:
 
 
 def keep_dense_answers(worker: WorkerState, prompt: Prompt) -> DenseAnswers:
-    """Return the dense model's answers, which the worker keeps for other variants, in the host's memory."""
-    known: dict[str, DenseAnswers] = worker.dense.setdefault("answers", {})
-    dense = known.pop(prompt.sha256, None) or answer_densely(worker.loaded, prompt)
-    known[prompt.sha256] = replace(dense, log_probs=dense.log_probs.cpu())  # the last one now
+    """Return the dense model's answers, which the worker keeps for other variants."""
+    known, name = worker.dense["answers"], prompt.sha256
+    dense: DenseAnswers = known.pop(name, None) or answer_densely(worker.loaded, prompt)
+    known[name] = dense  # the last one now
     if len(known) > KEPT_PROMPTS:
         del known[next(iter(known))]
     return dense
 
 
 def answer_densely(loaded: LoadedModel, prompt: Prompt) -> DenseAnswers:
-    """Let the dense model answer, each question by itself and then the next one behind it."""
+    """Let the dense model answer, each question by itself and then the next one behind it; into the host's memory."""
     cache, last = prefill(loaded, prompt)
     questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
     turns = Turns.from_questions(revise_answers(loaded, cache, questions))
-    return DenseAnswers.from_log_probs(prompt, turns, last, follow(loaded, cache, turns.ids, turns.rows))
+    log_probs = follow(loaded, cache, turns.ids, turns.rows).cpu()
+    return DenseAnswers.from_log_probs(prompt, turns, last, log_probs)
 
 
 def revise_answers(loaded: LoadedModel, cache: Any, questions: Sequence[Question]) -> Sequence[Question]:

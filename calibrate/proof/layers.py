@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -215,8 +215,8 @@ class PromptForward:
     """
 
     def __init__(self, worker: WorkerState, prompt: str, index: int = 0, timed: bool = False) -> None:
-        self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
-        self._with_dense = not timed and (COMPARED_ROWS, prompt) not in worker.dense
+        self._worker, self._prompt, self._name, self._index = worker, worker.prompts[prompt], prompt, index
+        self._with_dense = not timed and prompt not in worker.dense["hidden states"]
         self._start_over()
 
     @torch.no_grad()
@@ -273,13 +273,12 @@ class PromptForward:
     @torch.no_grad()
     def compare(self) -> PromptAgreement:
         """Compare what both models predict, after all layers; the worker keeps the dense model's part of it."""
-        compared, known = list_compared_rows(self._prompt), self._worker.dense
-        patched, *dense = (stream.hidden[:, compared.to(stream.hidden.device)] for stream in self._forward.streams)
-        name = COMPARED_ROWS, self._prompt.sha256
+        rows, known = list_compared_rows(self._prompt), self._worker.dense["hidden states"]
+        patched, *dense = (stream.hidden[:, rows.to(stream.hidden.device)] for stream in self._forward.streams)
         if dense:
-            known[name] = dense[0].cpu()
+            known[self._name] = dense[0].cpu()
         with put_logits_on_device(self._worker.loaded) as logits:
-            return compare(self._prompt, known[name].to(patched.device), patched, logits)
+            return compare(self._prompt, rows, known[self._name].to(patched.device), patched, logits)
 
 
 @dataclass(frozen=True)
@@ -414,28 +413,25 @@ class PromptAgreement:
 
 def list_compared_rows(prompt: Prompt) -> Tensor:
     """Return the rows whose predictions are compared, int64 [R]: some of its windows, then those before its answers."""
-    sampled = list_sampled_rows(prompt)
-    return torch.tensor([*sampled, *chain(*(range(first - 1, end - 1) for first, end in prompt.answers))])
+    drawn = [*chain(*draw_windows(prompt))]
+    answering = chain(*(range(first - 1, end - 1) for first, end in prompt.answers))
+    return torch.tensor([*drawn[:: max(1, len(drawn) // COMPARED_ROWS)], *answering])
 
 
-def list_sampled_rows(prompt: Prompt) -> Sequence[int]:
-    """Return the rows of a prompt's windows whose predictions stand for all rows'."""
-    rows = [*chain(*draw_windows(prompt))]
-    return rows[:: max(1, len(rows) // COMPARED_ROWS)]
-
-
-def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Tensor], Tensor]) -> PromptAgreement:
+def compare(
+    prompt: Prompt, rows: Tensor, dense: Tensor, patched: Tensor, logits: Callable[[Tensor], Tensor]
+) -> PromptAgreement:
     """Compare the two models' predictions of a prompt.
 
-    dense, patched: hidden states [1, R, H] after the last layer, of `list_compared_rows`. logits: [1, R, H] ->
-    [1, R, V].
+    rows: `list_compared_rows`, int64 [R]. dense, patched: the hidden states [1, R, H] of these after the last layer.
+    logits: [1, R, H] -> [1, R, V].
     """
-    compared, sampled = list_compared_rows(prompt), len(list_sampled_rows(prompt))
-    following = prompt.ids[(compared + 1) % prompt.length].to(dense.device)
-    rows = count_rows_at_once(logits(dense[:, :1]).shape[-1])
+    following = prompt.ids[(rows + 1) % prompt.length].to(dense.device)
+    sampled = len(rows) - sum(end - first for first, end in prompt.answers)  # behind them are those before the answers
+    at_once = count_rows_at_once(logits(dense[:, :1]).shape[-1])
     pieces = []
-    for first in range(0, len(following), rows):
-        piece = slice(first, first + rows)
+    for first in range(0, len(rows), at_once):
+        piece = slice(first, first + at_once)
         both = [logits(hidden[:, piece])[0].float().log_softmax(-1) for hidden in (dense, patched)]
         agreement = compare_log_probs(*both)
         log_probabilities = (model.gather(1, following[piece, None])[:, 0].double() for model in both)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ class WorkerState:
     loaded: LoadedModel
     prompts: dict[str, Prompt] = field(default_factory=dict)  # those that items may name, by their hash
     kept: dict[Hashable, Any] = field(default_factory=dict)  # cache of the present stage
-    dense: dict[Hashable, Any] = field(default_factory=dict)  # what the dense model gave, which no stage changes
+    # what the dense model gave, which no stage changes: by what it is, and by the prompt's hash
+    dense: defaultdict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     _stage: str = ""
     _attention: Implementations | None = None  # the model's own implementations, while another is used
 

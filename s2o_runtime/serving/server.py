@@ -262,10 +262,13 @@ class Server:
         with ThreadPoolExecutor(at_once) as threads:
             cases = product(by_kernels.values(), in_pages)
             calls = [threads.submit(self._run_small, *case, query, scoring) for case in cases]
-        errors = [error for call in calls if isinstance(error := call.exception(), Exception)]
-        for error in errors:  # its layers are refused when they are called
-            self.counters.count_fault(-1, error)
-        return [call.result() for call in calls if call.exception() is None]
+        repeated = []
+        for call in calls:
+            try:
+                repeated.append(call.result())
+            except Exception as error:  # its layers are refused when they are called
+                self.counters.count_fault(-1, error)
+        return repeated
 
     def _may_be_copied(self, query: Tensor) -> bool:
         """Return whether a layer's cache, of a share of the GPU's memory, may be too large for kernels to read."""

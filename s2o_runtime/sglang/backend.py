@@ -30,7 +30,7 @@ from .compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 # of the batches that were made last, the list of new tokens, which copies of a batch share, and the tokens of each
 # request's prompt
-_seen: deque[tuple[list[int], list[int]]] = deque(maxlen=8)
+_prompt_lengths: deque[tuple[list[int], list[int]]] = deque(maxlen=8)
 
 
 @dataclass(frozen=True)
@@ -209,15 +209,15 @@ def watch_prompts(batches: Any) -> None:
     create = batches.init_new
 
     def init_new(batch: Any, *arguments: Any, **named: Any) -> Any:
-        made = create(batch, *arguments, **named)
+        forward_batch = create(batch, *arguments, **named)
         try:
-            remember_prompts(made, [len(request.full_untruncated_fill_ids) for request in batch.reqs])
+            remember_prompts(forward_batch, [len(request.full_untruncated_fill_ids) for request in batch.reqs])
         except (AttributeError, TypeError) as error:
             message = (
                 "S2O: this SGLang does not say how long prompts are (%r): chunks run the settings of the keys so far"
             )
             log_once(logging.WARNING, message, error)
-        return made
+        return forward_batch
 
     batches.init_new = init_new
 
@@ -225,12 +225,12 @@ def watch_prompts(batches: Any) -> None:
 def remember_prompts(batch: Any, lengths: list[int]) -> None:
     """Remember the tokens of the prompt of each request of a ForwardBatch, and of its copies."""
     if batch.extend_seq_lens_cpu is not None:  # else it decodes
-        _seen.append((batch.extend_seq_lens_cpu, lengths))
+        _prompt_lengths.append((batch.extend_seq_lens_cpu, lengths))
 
 
 def get_prompt_lengths(batch: Any) -> list[int]:
     """Return what was remembered of a ForwardBatch; empty if nothing was."""
-    return next((lengths for new, lengths in reversed(_seen) if new is batch.extend_seq_lens_cpu), [])
+    return next((lengths for new, lengths in reversed(_prompt_lengths) if new is batch.extend_seq_lens_cpu), [])
 
 
 def find_reader(source: Any) -> DenseReason | None:

@@ -78,7 +78,7 @@ def test_predictions_are_compared_alike_in_pieces_of_any_size(monkeypatch):
         positions = layers.list_compared_rows(prompt)
         assert positions.tolist() == [*range(90), 19, 20, 21, 49, 50]
         models = dense[:, positions], (dense + patched / 9)[:, positions]
-        return layers.compare(prompt, *models, lambda hidden: hidden @ head)
+        return layers.compare(prompt, positions, *models, lambda hidden: hidden @ head)
 
     assert [count_rows_at_once(vocabulary) for vocabulary in (151936, 65536, 4096)] == [512, 512, 8192]
     whole, pieces = compared(90), compared(7)
