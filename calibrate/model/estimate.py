@@ -105,8 +105,7 @@ COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a 
 TRIAL = 0.045  # seconds for a trial of the search, besides the attention in it
 TIMED = 12  # times dense attention that a trial runs: S2O and dense attention in turns, and before that to compile
 TIMED_ALONE = 4  # the same where dense attention takes so long that it is not timed with each trial
-TIMED_LAYERS, TIMED_ONCE = 15, 6  # the same for a layer of the profile, and for one whose attention takes long
-TIMED_LAYER = 0.35  # seconds for a layer of the profile besides, most of it to keep the GPU busy before each call
+TIMED_LAYER, TIMED_LAYERS = 0.03, 4  # seconds for a layer of the profile besides its calls, and those of each kind
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
 TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
 PROOFS = 1.8  # how often a layer is proven, with those that are revised
@@ -192,9 +191,11 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     def time_forward(length: int) -> float:  # the dense model
         return 2 * sizes.of_token * length / rates.flops + layers * time_attention(length)
 
+    def time_sparse(length: int) -> float:  # S2O's attention, in one layer
+        return time_attention(length) * (min(1.0, SPARSE * (SHORT / length) ** FALL) if on_gpu else 1.0)
+
     def time_patched(length: int) -> float:
-        sparse = min(1.0, SPARSE * (SHORT / length) ** FALL) if on_gpu else 1.0
-        return time_forward(length) - (1 - sparse) * layers * time_attention(length)
+        return time_forward(length) - layers * (time_attention(length) - time_sparse(length))
 
     def time_errors(length: int) -> float:  # the patched model with every layer's errors on one prompt
         rows = min(length, WINDOWS * WINDOW_ROWS)
@@ -221,14 +222,14 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
 
-    def time_layer(length: int) -> float:  # timed, in a profile
-        attention = time_attention(length)
-        return TIMED_LAYER + attention * (TIMED_LAYERS if attention < LONG_CALL_S else TIMED_ONCE)
+    def time_profile(length: int) -> float:  # S2O's attention in all layers, the rest in one of them
+        once = time_forward(length) / layers + time_attention(length)
+        return layers * TIMED_LAYER + time_patched(length) + TIMED_LAYERS * (layers * time_sparse(length) + once)
 
     def time_proof(often: float, prompts: int = recipe.held_out) -> float:  # the dense model reads a prompt once
         return read + prompts * sum(time_forward(at) + often * time_errors(at) for at in proven)
 
-    timing, noise, weighing, scaling = on_gpu * layers * sum(map(time_layer, proven)), 0.0, 0.0, 0.0
+    timing, noise, weighing, scaling = on_gpu * sum(map(time_profile, proven)), 0.0, 0.0, 0.0
     if recipe.budget.kind == "kl":
 
         def certify(often: float) -> float:
