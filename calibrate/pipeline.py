@@ -11,16 +11,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from calibrate.compiling import start_compiling
+from calibrate.compiling import start_compiling, with_tiles
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import measure_model, measure_on_prompts, measure_prompt
 from calibrate.journal import Journal
@@ -37,13 +37,14 @@ from calibrate.proof.state import Candidate, make_record
 from calibrate.proof.verify import Prover
 from calibrate.proof.weigh import check_noise, make_answer_budgets, scale_to_answers
 from calibrate.recipe import DEFAULT_BUDGET, Recipe
-from calibrate.search.choice import LayerBudget, LayerPlan
+from calibrate.search.choice import LayerBudget, LayerPlan, make_constraints
 from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
 from calibrate.versions import collect_versions
 from calibrate.work.executor import Executor, StageWork, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import REPRESENTATIVES, LayerConfig, Mode
 from s2o_runtime.devices import DeviceIdentity, get_capability
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.identity import geometry, split_fingerprint
@@ -89,7 +90,7 @@ def calibrate(
     """
     clock = PhaseClock(expected)
     with ExitStack() as stack:
-        # The first kernels compile while prompts are made and weights are read.
+        # Kernels compile while prompts are made, weights are read and the model is tested.
         wait_for_kernels = stack.enter_context(start_compiling(_list_first_calls(recipe, loaded)))
         with clock.time_phase("making prompts", progress):
             tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
@@ -109,7 +110,6 @@ def calibrate(
                 with clock.time_phase("loading the model", progress):
                     loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
             with clock.time_phase("testing the model's attention", progress):
-                wait_for_kernels()
                 run_self_test(loaded)
             executor = stack.enter_context(open_local_executor(loaded))
         journal = stack.enter_context(
@@ -123,6 +123,7 @@ def calibrate(
                 recipe = check_noise(prover, held_out, recipe, DEFAULT_BUDGET.value)
 
         with clock.time_phase("measuring"):
+            wait_for_kernels()  # tiles are timed next, on a GPU that does nothing else
             tiles = {
                 length: choose_tiles(executor, length=length, segments=recipe.select_segments(length), journal=journal)
                 for length in recipe.lengths
@@ -181,9 +182,10 @@ def calibrate(
 
 
 def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[], object]]:
-    """Return calls that need the kernels of the model's test and of its curves, on random inputs of the model's sizes.
+    """Return calls that need the kernels of the model's test, of tiles, curves and layers with the tile tried first.
 
-    None without a GPU of this process's. A model whose layers are called in another way compiles its own later.
+    Inputs are random, of the model's sizes. None without a GPU of this process's. A model whose layers are called in
+    another way compiles its own later.
     """
     device = torch.device(recipe.device)
     if device.type != "cuda" or recipe.is_distributed:
@@ -193,9 +195,19 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         shape = geometry(load_config(recipe.model, **options))
     else:
         shape = loaded.geometry
-    tested = choose_test_config(shape, device)
-    if tested is None:
+    tested, longest = choose_test_config(shape, device), min(max(recipe.lengths), LONGEST)
+    segments = recipe.select_segments(longest)
+    candidates = list_candidate_tiles(shape.head_dim, get_capability(device))
+    tiles = [tile for tile in candidates if not any(segment % tile.rows for segment in segments)]
+    if tested is None or not tiles:
         return []
+    layers = with_tiles(LayerConfig.uniform(shape.query_heads, segment=segments[-1]), tiles)
+    options = {"tau": 1.0, "segment": segments[-1], "representatives": REPRESENTATIVES[-1]}
+    for tail, mode in product(make_constraints(recipe).tails, get_args(Mode)):
+        layer = LayerConfig.uniform(shape.query_heads, tile=tiles[0], tail=tail, **options)
+        first = replace(layer.heads[0], mode=mode, representatives=REPRESENTATIVES[0])
+        last_rows = recipe.count_last_rows(longest)
+        layers.append(replace(layer, heads=(first, *layer.heads[1:]), last_rows=last_rows))
 
     def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
         return draw_inputs(shape, length, length, torch.bfloat16, device)
@@ -205,18 +217,19 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         s2o_attention(*make_inputs(SEGMENTS * tested.segment), tested, kv_start=start)
 
     def run_curves() -> None:
-        segments = recipe.select_segments(max(recipe.lengths))
-        candidates = list_candidate_tiles(shape.head_dim, get_capability(device))
-        tiles = [tile for tile in candidates if not any(segment % tile.rows for segment in segments)]
         shapes = {Shape.from_tile(tile) for tile in tiles if tile.block_m == tiles[0].block_m}
-        prompt = Captured(*make_inputs(min(max(recipe.lengths), LONGEST)), shape.head_dim**-0.5)
+        prompt = Captured(*make_inputs(longest), shape.head_dim**-0.5)
         measure_prompt(prompt, sorted(shapes, key=attrgetter("stride")), recipe)
+
+    def run_layer(layer: LayerConfig) -> None:
+        s2o_attention(*make_inputs(longest), layer)
 
     def try_call(call: Callable[[], None]) -> None:
         with suppress(S2OError):  # the model's own call reports what is wrong
             call()
 
-    return [partial(try_call, call) for call in (partial(run_test, False), partial(run_test, True), run_curves)]
+    calls = [partial(run_test, False), partial(run_test, True), run_curves]
+    return [partial(try_call, call) for call in (*calls, *(partial(run_layer, layer) for layer in layers))]
 
 
 def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], counts: str = "") -> None:

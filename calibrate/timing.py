@@ -20,7 +20,7 @@ ROUNDS = 7
 FEWEST_ROUNDS = 3
 FLUSHES = 8  # about 0.3 ms of work ahead of a call, so that its launch is not counted unless it takes longer
 MORE = 4  # times as much work ahead of a call that was launched too late, because the host was busy
-LONG_CALL_S = 0.02  # seconds: a call as long as that is timed once, and a late launch of it does not count
+LONG_CALL_S = 0.02  # seconds: a late launch of a call as long as that does not count
 CERTAIN = 0.02  # half the confidence interval over the median: a time as certain as this is not taken again
 MAX_SLOWDOWN = 1.3  # times the best known: a call that is slower than this in its first round is not timed again
 FAILURES = (RuntimeError, TritonError)  # of a call that this GPU cannot run; out of memory is one of them
@@ -51,7 +51,7 @@ def time_against_dense(
         call, dense: both are run before, so that compiling is not counted.
         device: runs them.
         best: the seconds of the best call so far.
-        dense_seconds: earlier result of dense attention on these inputs; if that is long, it is not timed again.
+        dense_seconds: earlier result of dense attention on these inputs, which is then not timed again.
 
     Raises one of `FAILURES` if a call failed.
     """
@@ -59,14 +59,13 @@ def time_against_dense(
     measure(call)  # compiles
     measure(call)
     seconds: list[float] = []
-    dense_times = [dense_seconds] if dense_seconds and dense_seconds >= LONG_CALL_S else []
-    with_dense = not dense_times
-    if with_dense:
+    dense_times = [] if dense_seconds is None else [dense_seconds]
+    if dense_seconds is None:
         measure(dense)
     rejected = False
     while len(seconds) < ROUNDS and not rejected:
         seconds.append(measure(call))
-        if with_dense:
+        if dense_seconds is None:
             dense_times.append(measure(dense))
         median, (low, high) = statistics.median(seconds), interval(seconds)
         rejected = seconds[0] > MAX_SLOWDOWN * best

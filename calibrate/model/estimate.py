@@ -16,7 +16,6 @@ import torch
 from calibrate.model.layers import ROWS, list_decoder_layers
 from calibrate.model.weights import decide_resident
 from calibrate.recipe import SAMPLED_ROWS, WINDOW_ROWS, WINDOWS, Recipe
-from calibrate.timing import LONG_CALL_S
 from s2o_runtime.config import REPRESENTATIVES
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ResourceError
@@ -103,11 +102,10 @@ START = 10.0  # seconds to load and test a small model on a CPU; on a GPU, which
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
 COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a GPU
 TRIAL = 0.045  # seconds for a trial of the search, besides the attention in it
-TIMED = 12  # times dense attention that a trial runs: S2O and dense attention in turns, and before that to compile
-TIMED_ALONE = 4  # the same where dense attention takes so long that it is not timed with each trial
+TIMED = 5  # calls of a trial, to compile among them
 TIMED_LAYER, TIMED_LAYERS = 0.03, 4  # seconds for a layer of the profile besides its calls, and those of each kind
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
-TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
+TRIED = 0.4  # of the trials that a recipe allows: fewer points are promising
 PROOFS = 1.8  # how often a layer is proven, with those that are revised
 SPARSE, SHORT, FALL = 0.66, 8192, 0.45  # S2O's time over dense attention's at so many tokens, and how it falls on
 ATTEMPTS = 1.25  # how often a layer is certified, with those whose bound is over its limit at first
@@ -218,8 +216,8 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         rankings = len(recipe.select_segments(length)) * len(recipe.lookbacks) * len(REPRESENTATIVES)
         measuring += recipe.num_prompts * head_layers * pairs * rankings / rates.curves
         measuring += recipe.num_prompts * time_forward(length)
-        timed = TIMED if time_attention(length) < LONG_CALL_S else TIMED_ALONE
-        searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
+        searching += (trials + layers) * (TRIAL + on_gpu * TIMED * time_sparse(length))
+        searching += on_gpu * layers * TIMED_LAYERS * time_attention(length)
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
 
     def time_profile(length: int) -> float:  # S2O's attention in all layers, the rest in one of them
