@@ -1,7 +1,8 @@
 """The stages of a calibration: prompts -> curves -> choices -> proof -> certificate -> profile.
 
 Each is a pass over the model, one layer at a time. The proof runs the model as it will run, on the prompts that layers
-are adjusted on; where the certificate does not hold at once, it looks at a length again with less.
+are adjusted on; where the certificate does not hold at once, it looks at a length again with less. A budget of answers
+is certified first: its proof only takes from layers, and what is proven is measured once.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, me
 from calibrate.versions import collect_versions
 from calibrate.work.executor import Executor, StageWork, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import REPRESENTATIVES, LayerConfig, Mode
+from s2o_runtime.config import REPRESENTATIVES, HeadConfig, LayerConfig
 from s2o_runtime.devices import DeviceIdentity, get_capability
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.identity import geometry, split_fingerprint
@@ -156,6 +157,10 @@ def calibrate(
         if holds_answers:
             with clock.time_phase("measuring answers", progress):
                 candidate = scale_to_answers(prover, held_out, candidate)
+            if prompts.certify:
+                with clock.time_phase("certifying", progress):
+                    candidate = certify_answers(prover, prompts.certify, candidate)
+        missed = candidate.problems
         with clock.time_phase("proving"):
             texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
             proven = prove_and_adjust(prover, held_out, candidate, texts)
@@ -163,13 +168,14 @@ def calibrate(
         if proven.met:
             # The record is of what is written, so whatever changes after the proof is measured again.
             certified = make_slower_dense(proven, lengths=False)
-            if prompts.certify:
+            if prompts.certify and not holds_answers:
                 with clock.time_phase("certifying"):
-                    certified = (certify_answers if holds_answers else certify)(prover, prompts.certify, certified)
+                    certified = certify(prover, prompts.certify, certified)
                     proven = remeasure(prover, held_out, proven, certified)
             elif certified is not proven:
                 with clock.time_phase("measuring again"):
                     proven = remeasure(prover, held_out, proven, certified)
+        proven = replace(proven, problems=(*missed, *proven.problems))
 
         profile = replace(proven.build_profile(), record=make_record(prompts, proven).to_json())
         written = proven.met or recipe.allow_regression  # the record says that the proof failed
@@ -201,13 +207,12 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
     tiles = [tile for tile in candidates if not any(segment % tile.rows for segment in segments)]
     if tested is None or not tiles:
         return []
-    layers = with_tiles(LayerConfig.uniform(shape.query_heads, segment=segments[-1]), tiles)
-    options = {"tau": 1.0, "segment": segments[-1], "representatives": REPRESENTATIVES[-1]}
-    for tail, mode in product(make_constraints(recipe).tails, get_args(Mode)):
-        layer = LayerConfig.uniform(shape.query_heads, tile=tiles[0], tail=tail, **options)
-        first = replace(layer.heads[0], mode=mode, representatives=REPRESENTATIVES[0])
-        last_rows = recipe.count_last_rows(longest)
-        layers.append(replace(layer, heads=(first, *layer.heads[1:]), last_rows=last_rows))
+    heads, segment, last_rows = shape.query_heads, segments[-1], recipe.count_last_rows(longest)
+    layers = with_tiles(LayerConfig.uniform(heads, segment=segment), tiles)
+    for tail in make_constraints(recipe).tails:
+        ranked = [HeadConfig(1.0, segment, representatives=count, tail=tail) for count in REPRESENTATIVES]
+        for first in (ranked[0], replace(ranked[0], mode="dense")):
+            layers.append(LayerConfig((first, *[ranked[-1]] * (heads - 1)), tiles[0], last_rows=last_rows))
 
     def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
         return draw_inputs(shape, length, length, torch.bfloat16, device)
@@ -228,8 +233,9 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         with suppress(S2OError):  # the model's own call reports what is wrong
             call()
 
-    calls = [partial(run_test, False), partial(run_test, True), run_curves]
-    return [partial(try_call, call) for call in (*calls, *(partial(run_layer, layer) for layer in layers))]
+    calls: list[Callable[[], None]] = [partial(run_test, False), partial(run_test, True), run_curves]
+    calls += [partial(run_layer, layer) for layer in layers]
+    return [partial(try_call, call) for call in calls]
 
 
 def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], counts: str = "") -> None:

@@ -224,16 +224,19 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         once = time_forward(length) / layers + time_attention(length)
         return layers * TIMED_LAYER + time_patched(length) + TIMED_LAYERS * (layers * time_sparse(length) + once)
 
+    of_answers = recipe.budget.kind == "kl"
+    answered = recipe.lengths if of_answers and sizes.resident else ()  # the dense model has read these prompts
+
     def time_proof(often: float, prompts: int = recipe.held_out) -> float:  # the dense model reads a prompt once
-        return read + prompts * sum(time_forward(at) + often * time_errors(at) for at in proven)
+        return read + prompts * sum((at not in answered) * time_forward(at) + often * time_errors(at) for at in proven)
 
     timing, noise, weighing, scaling = on_gpu * sum(map(time_profile, proven)), 0.0, 0.0, 0.0
-    if recipe.budget.kind == "kl":
+    if of_answers:
 
         def certify(often: float) -> float:
             return sum(time_answers(length, recipe.num_certify, 1, often) for length in proven)
 
-        certifying = certify(LOOKS) + timing + recipe.held_out * sum(map(time_errors, proven))  # less is proven again
+        certifying = certify(LOOKS)
         noise = on_gpu * time_answers(min(recipe.lengths), 2, 1, 1)
         weighing = 2 * read + on_gpu * COMPILING / 2 + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
         weighing += sum(time_answers(length, ANSWERED, 1, 2) for length in recipe.lengths)
@@ -249,9 +252,10 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "weighing layers by answers": weighing / shared,
         "searching": searching / shared,
         "measuring answers": scaling / shared,
-        "proving": (timing + time_proof(PROOFS)) / shared,
-        "certifying": certifying / shared if recipe.num_certify else 0.0,
     }
+    proof = {"proving": (timing + time_proof(PROOFS)) / shared}
+    certificate = {"certifying": certifying / shared if recipe.num_certify else 0.0}
+    seconds |= certificate | proof if of_answers else proof | certificate  # in the order of the run
     answers = sum(time_answers(length, ANSWERED + on_gpu, 1, 1) for length in proven)
     verifying = seconds | {"proving": time_proof(1) + answers, "certifying": certify(1)}
     memory = _estimate_memory(recipe, sizes, geometry)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -187,10 +187,14 @@ def begin(
 @contextmanager
 def put_layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Module]:
     """Put a layer's parameters on the device inside the block; its parts that work row by row run in pieces."""
-    with loaded.weights.put_on_device(layer.module):
-        parts = [part for name, part in layer.module.named_children() if name in BY_ROWS]
-        with replace_forwards({part: partial(_run_in_pieces, part.forward) for part in parts}):
-            yield layer.module
+    with loaded.weights.put_on_device(layer.module), run_in_pieces([layer.module]):
+        yield layer.module
+
+
+def run_in_pieces(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Let the parts of decoder layers that work row by row run in pieces inside the block."""
+    parts = [part for module in modules for name, part in module.named_children() if name in BY_ROWS]
+    return replace_forwards({part: partial(_run_in_pieces, part.forward) for part in parts})
 
 
 @contextmanager

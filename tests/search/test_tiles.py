@@ -80,7 +80,7 @@ def get_excluded(caplog):
 def test_slow_tiles_and_failing_ones_are_left_out_with_the_reason(seconds, kept, timed, journal, caplog):
     caplog.set_level("INFO", "calibrate")
     timed.seconds = [*seconds, RuntimeError("out of shared memory\nmore")]
-    assert SHAPES[0][:2] == SHAPES[1][:2] and len(SHAPES) == len(timed.seconds)
+    assert len({shape[:2] for shape in SHAPES[:3]}) == len(SHAPES) - 2 == len(seconds) - 1
     assert find(journal) == tuple(tile for tile in CANDIDATES if shape_of(tile) in [SHAPES[index] for index in kept])
     reasons = {
         0: "64x128x1 ws s4 has its size and is as fast or faster",
