@@ -106,7 +106,7 @@ TIMED = 5  # calls of a trial, to compile among them
 TIMED_LAYER, TIMED_LAYERS = 0.03, 4  # seconds for a layer of the profile besides its calls, and those of each kind
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
 TRIED = 0.4  # of the trials that a recipe allows: fewer points are promising
-PROOFS = 1.8  # how often a layer is proven, with those that are revised
+PROOFS = 1.8, 1.1  # how often a layer is proven, with those that are revised: to spend a budget of errors, of answers
 SPARSE, SHORT, FALL = 0.66, 8192, 0.45  # S2O's time over dense attention's at so many tokens, and how it falls on
 ATTEMPTS = 1.25  # how often a layer is certified, with those whose bound is over its limit at first
 LOOKS = 1.7  # how often answers are certified, with the looks at less
@@ -253,7 +253,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "searching": searching / shared,
         "measuring answers": scaling / shared,
     }
-    proof = {"proving": (timing + time_proof(PROOFS)) / shared}
+    proof = {"proving": (timing + time_proof(PROOFS[of_answers])) / shared}
     certificate = {"certifying": certifying / shared if recipe.num_certify else 0.0}
     seconds |= certificate | proof if of_answers else proof | certificate  # in the order of the run
     answers = sum(time_answers(length, ANSWERED + on_gpu, 1, 1) for length in proven)

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -228,7 +228,7 @@ class CallTime(WorkItem):
         kept = worker.cached("captured", CapturedLayers)
         if (captured := kept.find(self.affinity)) is None:
             for captured in get_forward(worker, (self.prompt,)).inputs_up_to(self.layer):
-                kept.add((self.length, captured.layer), captured)
+                kept.add((self.length, captured.layer), replace(captured, out=None))  # calls need no truth
         assert captured is not None
         return captured
 
