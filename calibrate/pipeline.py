@@ -31,7 +31,7 @@ from calibrate.model.self_test import SEGMENTS, choose_test_config, run_self_tes
 from calibrate.progress import PhaseClock, show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.adjust import make_slower_dense, prove_and_adjust, remeasure, without_slower_lengths
+from calibrate.proof.adjust import make_slower_dense, prove_and_adjust, remeasure
 from calibrate.proof.certify import TextGroups, certify, check_groups
 from calibrate.proof.certify_answers import certify_answers
 from calibrate.proof.state import Candidate, make_record
@@ -164,10 +164,9 @@ def calibrate(
         with clock.time_phase("proving"):
             texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
             proven = prove_and_adjust(prover, held_out, candidate, texts)
-            proven = without_slower_lengths(prover, held_out, proven)
         if proven.met:
             # The record is of what is written, so whatever changes after the proof is measured again.
-            certified = make_slower_dense(proven, lengths=False)
+            certified = make_slower_dense(proven)
             if prompts.certify and not holds_answers:
                 with clock.time_phase("certifying"):
                     certified = certify(prover, prompts.certify, certified)

@@ -70,8 +70,12 @@ class PhaseClock:
 
     def _compute_pace(self, took: float, planned: float) -> float:
         """Return how many times as long as planned later phases take, by the seconds of those so far."""
-        doubt = 0.0 if took > planned else QUICKER * sum(self._expected.values())
-        return 1.0 if took <= planned and self.continues or not planned else (took + doubt) / (planned + doubt)
+        if took > planned > 0:
+            return took / planned
+        if self.continues:
+            return 1.0
+        doubt = QUICKER * sum(self._expected.values())
+        return (took + doubt) / (planned + doubt)
 
 
 _NOTHING_EXPECTED = PhaseClock()

@@ -98,7 +98,8 @@ FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
     (10, 0): 8192,  # B200, and B300 (10, 3)
     (12, 0): 1024,  # RTX 50
 }
-START = 10.0  # seconds to load and test a small model on a CPU; on a GPU, which starts too, twice that
+MADE = 4e5  # tokens of prompts that are made in a second
+START = 4.0  # seconds to load a small model, and to test it
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
 COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a GPU
 TRIAL = 0.045  # seconds for a trial of the search, besides the attention in it
@@ -218,7 +219,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         measuring += recipe.num_prompts * time_forward(length)
         searching += (trials + layers) * (TRIAL + on_gpu * TIMED * time_sparse(length))
         searching += on_gpu * layers * TIMED_LAYERS * time_attention(length)
-    proven = sorted({*recipe.lengths, *recipe.checked_lengths})
+    proven = recipe.all_lengths
 
     def time_profile(length: int) -> float:  # S2O's attention in all layers, the rest in one of them
         once = time_forward(length) / layers + time_attention(length)
@@ -245,8 +246,11 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         certify = partial(time_proof, prompts=recipe.num_certify)
         certifying = certify(ATTEMPTS)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
+    tokens = recipe.num_prompts * sum(recipe.lengths) + (recipe.held_out + recipe.num_certify) * sum(proven)
     seconds = {
-        "loading the model": START * (1 + on_gpu) + weights - read,
+        "making prompts": tokens / MADE,
+        "loading the model": START + weights - read,
+        "testing the model's attention": START,
         "measuring noise": noise / shared,
         "measuring": measuring / shared,
         "weighing layers by answers": weighing / shared,
@@ -275,7 +279,7 @@ def scale_rates(device: DeviceIdentity) -> Rates:
 def _estimate_memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:
     """Estimate the bytes on the device: weights, the prompts on their way, the inside of one layer of one prompt."""
     width = number_width(recipe.device)
-    longest = max((*recipe.lengths, *recipe.checked_lengths))
+    longest = max(recipe.all_lengths)
     weights = sizes.parameters if sizes.resident else max(sizes.largest_layer, sizes.vocabulary * sizes.hidden)
     tokens = max(  # on their way; of each proven prompt the patched and the dense model's
         recipe.num_prompts * sum(recipe.lengths), 2 * max(recipe.held_out, recipe.num_certify) * longest
