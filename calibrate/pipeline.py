@@ -200,13 +200,16 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         shape = geometry(load_config(recipe.model, **options))
     else:
         shape = loaded.geometry
-    tested, longest = choose_test_config(shape, device), min(max(recipe.lengths), LONGEST)
+    tested = choose_test_config(shape, device)
+    longest = min(max(recipe.lengths), LONGEST)
     segments = recipe.select_segments(longest)
     candidates = list_candidate_tiles(shape.head_dim, get_capability(device))
     tiles = [tile for tile in candidates if not any(segment % tile.rows for segment in segments)]
     if tested is None or not tiles:
         return []
-    heads, segment, last_rows = shape.query_heads, segments[-1], recipe.count_last_rows(longest)
+    heads = shape.query_heads
+    segment = segments[-1]
+    last_rows = recipe.count_last_rows(longest)
     layers = with_tiles(LayerConfig.uniform(heads, segment=segment), tiles)
     for tail in make_constraints(recipe).tails:
         ranked = [HeadConfig(1.0, segment, representatives=count, tail=tail) for count in REPRESENTATIVES]

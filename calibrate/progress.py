@@ -43,8 +43,10 @@ class PhaseClock:
         self._phase, self._start = name, self._clock()
         if announced:
             left = self.estimate_left(None)
-            until_end = "" if left is None else f" {format_duration(left)} until the end"
-            emit_line("calibrate.progress", f"{name} ..{until_end}", {"phase": name})
+            line = f"{name} .."
+            if left is not None:
+                line += f" {format_duration(left)} until the end"
+            emit_line("calibrate.progress", line, {"phase": name})
         with _set(_run, self):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - self._start
@@ -62,7 +64,8 @@ class PhaseClock:
         before = [name for name in names[:number] if name in self.seconds]
         if self.continues:  # what was quicker may have been in the journal
             before = [name for name in before if self.seconds[name] >= self._expected[name]]
-        took, planned_before = (sum(seconds[name] for name in before) for seconds in (self.seconds, self._expected))
+        took = sum(self.seconds[name] for name in before)
+        planned_before = sum(self._expected[name] for name in before)
         if phase_left is None:
             phase_left = max(0.0, self._compute_pace(took, planned_before) * planned - spent)
         pace = self._compute_pace(took + spent + phase_left, planned_before + planned)

@@ -231,7 +231,8 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     def time_proof(often: float, prompts: int = recipe.held_out) -> float:  # the dense model reads a prompt once
         return read + prompts * sum((at not in answered) * time_forward(at) + often * time_errors(at) for at in proven)
 
-    timing, noise, weighing, scaling = on_gpu * sum(map(time_profile, proven)), 0.0, 0.0, 0.0
+    timing = on_gpu * sum(map(time_profile, proven))
+    noise = weighing = scaling = 0.0
     if of_answers:
 
         def certify(often: float) -> float:

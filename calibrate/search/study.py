@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -43,7 +42,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are logged h
 # (docs/results/search-trials-h200.txt).
 MAX_PREDICTED_COST = 1.15
 
-Timer = Callable[[LayerConfig, float], Timing]  # times a configuration, given the best seconds so far
+Timer = Callable[[LayerConfig], Timing]  # times a configuration
 
 
 class TrialFailedError(Exception):
@@ -218,8 +217,7 @@ class LayerSearch:
         """Return the choice with its time, on a GPU."""
         if self.timer is None:
             return choice
-        best = min((tried.cost for tried in self.tried.values()), default=math.inf)
-        return replace(choice, timing=self.timer(choice.config, best))
+        return replace(choice, timing=self.timer(choice.config))
 
     def _count_failure(self, point: SearchPoint, failure: Exception) -> str:
         """Count and log the reason why a point failed, and return it."""

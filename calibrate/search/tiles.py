@@ -97,8 +97,9 @@ def choose_tiles(
         raise InputError(f"no tile runs on this GPU ({cause}): leave the model dense, or calibrate with --device cpu")
     fastest = min(seconds.values())
     for tile, tile_seconds in seconds.items():
-        alike = {other: seconds[other] for other in seconds if _get_size(other) == _get_size(tile)}
-        first = next(other for other in alike if alike[other] <= TIE * min(alike.values()))
+        size = tile.rows, tile.block_n  # which decide with the stride where heads stop
+        alike = [other for other in seconds if (other.rows, other.block_n) == size]
+        first = next(other for other in alike if seconds[other] <= TIE * min(seconds[one] for one in alike))
         if tile_seconds > MAX_SLOWDOWN * fastest:
             excluded[tile] = f"{tile_seconds / fastest:.2f} times as slow as the fastest"
         elif first != tile:
@@ -106,11 +107,6 @@ def choose_tiles(
     for tile, cause in excluded.items():
         log.info("tile %s gets no trial: %s", str(tile), cause)
     return tuple(tile for tile in legal if without_stride(tile) not in excluded)
-
-
-def _get_size(tile: TileConfig) -> tuple[int, int]:
-    """Return the rows and keys of a tile, which decide with its stride where heads stop."""
-    return tile.rows, tile.block_n
 
 
 @dataclass(frozen=True)
