@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from sklearn.cluster import AgglomerativeClustering
+from scipy.cluster.hierarchy import fcluster, linkage
 
 from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles
 from calibrate.curves.curves import Curves, Shape, select_rankings
@@ -159,11 +159,10 @@ def group_layers(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     """
     if len(costs) < 2:
         return [[layer] for layer in range(len(costs))]
-    clustering = AgglomerativeClustering(
-        n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=MAX_GROUP_WIDTH
-    )
+    tree = linkage(costs, "complete", "chebyshev")
+    labels = fcluster(tree, MAX_GROUP_WIDTH, "distance").tolist()
     groups: dict[int, list[int]] = {}
-    for layer, label in enumerate(clustering.fit_predict(costs).tolist()):
+    for layer, label in enumerate(labels):
         groups.setdefault(label, []).append(layer)
     return list(groups.values())
 
