@@ -166,7 +166,7 @@ class PredictedLayer(RecordNode):
         "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
     )
     dense_seconds: float | None = record_field(
-        "dense attention, timed in turns with the layer's first trial", "seconds"
+        "dense attention at this length, timed in turns with the first trial", "seconds"
     )
 
 

@@ -219,7 +219,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         measuring += recipe.num_prompts * head_layers * pairs * rankings / rates.curves
         measuring += recipe.num_prompts * time_forward(length)
         searching += (trials + layers) * (TRIAL + on_gpu * TIMED * time_sparse(length))
-        searching += on_gpu * layers * TIMED_LAYERS * time_attention(length)
+        searching += on_gpu * TIMED_LAYERS * time_attention(length)
     proven = recipe.all_lengths
 
     def time_profile(length: int) -> float:  # S2O's attention in all layers, the rest in one of them
