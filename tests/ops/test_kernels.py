@@ -75,8 +75,8 @@ def features_of(name, heads):
 FORMS = {  # what a call may be besides: of the module `prefill`, what is set
     "plain": {},
     "views": {},
-    "split": {"count_key_splits": lambda call, *_: 4 if call.tables.dense_heads else 1},
-    "in-16-splits": {"count_key_splits": lambda call, *_: 16 if call.tables.dense_heads else 1},  # most are empty
+    "split": {"count_key_splits": lambda *_: 2},
+    "in-16-splits": {"count_key_splits": lambda *_: 16},  # most are empty
     "sliced": {"WORKSPACE_BYTES": 1},
     "64-bit-offsets": {"WIDE_ELEMENTS": 1},
 }
@@ -101,7 +101,8 @@ def test_prefill_equals_the_reference(shape, layer, form, features, tile, head_d
         monkeypatch.setattr(prefill_module, name, value)
     if form == "views":
         q, k, v = as_transformers(q, k, v)
-    agree(*run_both(q, k, v, config, kv_start, **options), tile.block_m)
+    splits = FORMS[form].get("count_key_splits", lambda: 1)()
+    agree(*run_both(q, k, v, config, kv_start, splits=splits, **options), tile.block_m)
 
 
 @COMPILED
@@ -245,17 +246,16 @@ def test_the_order_in_which_heads_start_changes_nothing(shape, last_rows, tile, 
 def test_dense_heads_start_first():
     s2o, dense = HeadConfig(1.0, 128), HeadConfig(mode="dense")
     tables = [
-        make_head_tables(LayerConfig(heads, TILE, last_rows=last_rows), torch.device("cpu")).launch_order
+        make_head_tables(LayerConfig(heads, TILE, last_rows=last_rows), torch.device("cpu"))
         for heads, last_rows in (((s2o, dense, s2o, dense), 0), ((s2o,) * 3, 0), ((s2o,) * 3, 256))
     ]
-    assert tables[0].tolist() == [1, 3, 0, 2]
-    assert tables[1] is None  # which needs no other kernel
-    assert tables[2].tolist() == [0, 1, 2]  # whose last rows start first
+    assert [table.launch_order.tolist() for table in tables] == [[1, 3, 0, 2], [0, 1, 2], [0, 1, 2]]
+    assert [table.works_unevenly for table in tables] == [True, False, True]  # by modes, and by the last rows
 
 
 @triton.jit
 def _programs(OUT, LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr):
-    tile, h, b, heads = assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS, True)
+    tile, h, b, heads, _ = assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, 1, ROWS, True, False)
     number = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     tl.store(OUT + number, (b * heads + h) * 100 + tile)
 
