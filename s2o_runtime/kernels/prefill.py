@@ -158,20 +158,24 @@ def _prefill(
 
     # prefix: tiles in order, chunk by chunk
     tiles = prefix // BN
-    all_tiles = tiles
-    one = 1.0  # what a tile's gain counts for in the paper's rule
-    if MODE.HAS_SPLITS:
-        tiles = tl.cdiv(tiles - tl.minimum(split, tiles), splits)
-        one /= splits
-        if sparse:
-            m -= tl.log2(splits.to(tl.float32))  # every split has computed the window: each counts 1 / splits of it
+    steps = tiles * (BN // GRAIN)
     tau = tl.load(HEADS.tau + h)
     real_rows = tl.sum(real.to(tl.float32), 0)
     order = head_pointer(RANKING.order, stride_i, b, h)
     of_slice = n - row_begin // tl.maximum(segment, 1)  # the segment's number in the slice
     order += of_slice.to(tl.int64) * stride_i.row
+    shared = 0  # tiles that all splits visit
+    one = 1.0  # what a tile's gain counts for in the paper's rule
     if MODE.HAS_SPLITS:
-        order += split * (BN // GRAIN)
+        shared = tl.minimum(tiles, 1)
+        m, l, acc = attend_gathered(
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, 0, shared, BN, STAGES, MODE.CAP
+        )
+        if sparse:
+            m -= tl.log2(splits.to(tl.float32))  # each split counts 1 / splits of what all have visited
+        order += (1 + split) * (BN // GRAIN)
+        tiles = tl.cdiv(tl.maximum(tiles - 1 - split, 0), splits)
+        one /= splits
     done = 0
     chunk_begin = 0
     added = l  # what the last chunk added to l
@@ -197,15 +201,14 @@ def _prefill(
     if MODE.HAS_TAIL:  # noqa: SIM102
         if ((flags & TAIL) != 0) & (done < tiles):
             at = ((b * heads + h) * segments + of_slice).to(tl.int64)
-            steps = all_tiles * (BN // GRAIN)
-            per_tile = BN // GRAIN  # steps of the order behind which the next tile of this program begins
-            if MODE.HAS_SPLITS:
-                per_tile *= splits
+            before_chunk, visited = chunk_begin, done
+            if MODE.HAS_SPLITS:  # tiles of all splits
+                before_chunk, visited = 1 + chunk_begin * splits, 1 + done * splits
             e = tl.arange(0, EDGES)
             begins = tl.load(RANKING.first + at * SIZES.BUCKETS + e * (SIZES.BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
-            before, edge, share = sum_remaining_mass(begins, masses, chunk_begin * per_tile, steps, EDGES)
-            mass, edge, share = sum_remaining_mass(begins, masses, done * per_tile, steps, EDGES)
+            before, edge, share = sum_remaining_mass(begins, masses, before_chunk * (BN // GRAIN), steps, EDGES)
+            mass, edge, share = sum_remaining_mass(begins, masses, visited * (BN // GRAIN), steps, EDGES)
             tail = scale_tail(before, mass, (tiles - done) / (done - chunk_begin)) * added
             l += tail
             acc += tail[:, None] * weigh_tail(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
@@ -213,7 +216,7 @@ def _prefill(
     if MODE.HAS_SPLITS:
         real = real & (l != 0)  # no row of a split without keys
     acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
-    visited = VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM
+    visited_at = VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM
     if MODE.HAS_SPLITS:
         split_tile = ((b * splits + split) * heads + h) * tl.num_programs(1) + tile
         split_row = split_tile.to(tl.int64) * BM
@@ -221,7 +224,8 @@ def _prefill(
         tl.store(SPLITS.split_lse + split_row + tl.arange(0, BM), split_lse, mask=rows < q_len)
         split_base = SPLITS.split_out + split_row * D
         tl.store(split_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
-        visited = SPLITS.split_visited + split_tile
+        visited_at = SPLITS.split_visited + split_tile
+        done += tl.where(split == 0, shared, 0)
     else:
         out_base = head_pointer(OUT, stride_o, b, h) + head_row * stride_o.row
         tl.store(
@@ -234,7 +238,7 @@ def _prefill(
             lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
             tl.store(lse_base + tl.arange(0, BM), lse, mask=rows < q_len)
     if row0 < q_max:
-        tl.store(visited, done * BN)
+        tl.store(visited_at, done * BN)
 
 
 def run_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

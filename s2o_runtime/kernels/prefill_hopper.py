@@ -96,7 +96,7 @@ def _list_row_offsets(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, 
 @gluon.jit
 def _produce(
     k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal, kv_last,
-    diagonal_tiles, near, total, splits, k_ring, v_ring, marks, SIZES: gl.constexpr,
+    diagonal_tiles, near, total, split, splits, k_ring, v_ring, marks, SIZES: gl.constexpr,
     MODE: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of keys and values of the program into the ring: diagonal, window, prefix.
@@ -104,8 +104,8 @@ def _produce(
     k_base, v_base: T [Lk, D], at key 0 of the sequence and KV head, with PAGED at row 0 of the cache; order: int32 [P /
     GRAIN], the segment's row of ORDER; pages: int32 [M], of the sequence (PAGED). first, diagonal: the window's first
     key and the first key of its diagonal; kv_last: the last key of the sequence; diagonal_tiles, near, total: tiles of
-    the diagonal, of diagonal and window, and of all three parts; splits: of the order's tiles every one of so many is
-    the program's, from the first (HAS_SPLITS). k_ring, v_ring: (buffer T [STAGES, BN, D], barriers
+    the diagonal, of diagonal and window, and of all three parts; split, splits: the program's tiles of the order are
+    the first, that with the number 1 + split, and from there on every one of so many (HAS_SPLITS). k_ring, v_ring: (buffer T [STAGES, BN, D], barriers
     `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads], by row tile and stage.
     """
     D: gl.constexpr = SIZES.D
@@ -147,7 +147,7 @@ def _produce(
         while running:
             next_tile = gl.minimum(i + 1, total - 1) - near
             if MODE.HAS_SPLITS:
-                next_tile *= splits
+                next_tile = gl.where(next_tile > 0, 1 + split + (next_tile - 1) * splits, 0)
             following = gl.load(order + next_tile * (BN // GRAIN) + entries)
             if first_done | second_done:  # release the stage in place of the row tile that is done
                 mbarrier.arrive(k_empty.index(i % STAGES), count=1)
@@ -224,7 +224,7 @@ def _sum_mass(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.co
 @gluon.jit
 def _consume(
     Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, sink, tau, stop, chunk,
-    row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, steps, splits,
+    row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, steps, first_visited, splits,
     HALF: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Compute row tile HALF of the program, from its queries to its output, as `prefill._prefill` does.
@@ -234,9 +234,10 @@ def _consume(
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
     marks, diagonal, diagonal_tiles, near, total: as for `_produce`. sink: the head's, in base 2 (HAS_SINKS); stop:
     ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail; start: the first key that counts; q_len: rows
-    to compute; q_max: rows to report in VISITED; steps: of the order, those of all splits; splits: programs that
-    compute the window and share the prefix, 1 where they share all keys (HAS_SPLITS). With HAS_SPLITS, OUT, float32,
-    LSE and VISITED are those of `groups.Splits`.
+    to compute; q_max: rows to report in VISITED. With HAS_SPLITS, the tile that all splits visit counts as one of the
+    window; first_visited: its keys in the split that reports them, 0 in others; steps: of the whole order; splits:
+    programs that compute the window and share the prefix, 1 where they share all keys; OUT, float32, LSE and VISITED
+    are those of `groups.Splits`.
     """
     D: gl.constexpr = SIZES.D
     BM: gl.constexpr = SIZES.BM
@@ -295,7 +296,7 @@ def _consume(
 
     late = 0.0  # what is still to be taken from m
     if MODE.HAS_SPLITS:
-        # every split computes the window: each counts 1 / splits of it, as does what is relative to a larger m
+        # each split counts 1 / splits of what all visit; sums that are relative to a lower m are less
         late = gl.log2(splits.to(gl.float32))
         if (i == near) & (i < total):
             m -= late
@@ -351,16 +352,18 @@ def _consume(
     if MODE.HAS_TAIL:  # noqa: SIM102
         # copies of `primitives.scale_tail` and `primitives.weigh_tail`, which Gluon code cannot call
         if (stop >= TAIL) & (i > near) & (i < total):
-            per_tile = BN // GRAIN
-            if MODE.HAS_SPLITS:
-                per_tile *= splits
+            before_chunk = chunk_begin - near
+            visited = i - near
+            if MODE.HAS_SPLITS:  # tiles of all splits
+                before_chunk = 1 + before_chunk * splits
+                visited = 1 + visited * splits
             else:
-                steps = (total - near) * per_tile
+                steps = (total - near) * (BN // GRAIN)
             e = gl.arange(0, EDGES, ONE)
             begins = gl.load(FIRST + e * (SIZES.BUCKETS // EDGES))
             masses = gl.load(MASS + e)
-            before, edge, share = _sum_mass(begins, masses, (chunk_begin - near) * per_tile, steps, EDGES, ONE)
-            mass, edge, share = _sum_mass(begins, masses, (i - near) * per_tile, steps, EDGES, ONE)
+            before, edge, share = _sum_mass(begins, masses, before_chunk * (BN // GRAIN), steps, EDGES, ONE)
+            mass, edge, share = _sum_mass(begins, masses, visited * (BN // GRAIN), steps, EDGES, ONE)
             most = (total - i) / (i - chunk_begin)
             factor = gl.where((before - mass) * most > mass, mass / (before - mass), most)
             tail = gl.where(mass <= 0, 0.0, factor) * added
@@ -371,9 +374,12 @@ def _consume(
             acc += gl.convert_layout(tail, O_ROWS)[:, None] * mean[None, :]
 
     if row0 + HALF * BM < q_max:
-        gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
+        keys_visited = gl.maximum(i - near, 0) * BN
+        if MODE.HAS_SPLITS:
+            keys_visited += first_visited
+        gl.store(VISITED + HALF, keys_visited)
     if MODE.HAS_SPLITS:
-        m -= gl.where(total == near, late, 0.0)  # no prefix: nothing was taken yet
+        m -= gl.where(total == near, late, 0.0)  # all visit all there is: nothing was taken yet
     if MODE.HAS_LSE or MODE.HAS_SPLITS:
         lse = (m + gl.log2(l)) * LN2
         gl.store(LSE + HALF * BM + gl.arange(0, BM, ROWS), gl.where(real, lse, float("-inf")), mask=row < q_len)
@@ -476,9 +482,13 @@ def _prefill_hopper(
     near = diagonal_tiles + whole
     tiles = prefix // BN
     steps = tiles * (BN // GRAIN)
+    window = near  # and what all splits visit
+    first_visited = 0
     if MODE.HAS_SPLITS:
-        tiles = gl.cdiv(tiles - gl.minimum(split, tiles), splits)
-    total = near + tiles
+        window += gl.minimum(tiles, 1)
+        first_visited = gl.where(split == 0, (window - near) * BN, 0)
+        tiles = gl.cdiv(gl.maximum(tiles - 1 - split, 0), splits)
+    total = window + tiles
     tau = gl.load(HEADS.tau + h)
     sink = gl.load(HEADS.sinks + h).to(gl.float32) * RCP_LN2 if MODE.HAS_SINKS else 0.0
     if MODE.HAS_SPLITS and MODE.HAS_SINKS:
@@ -532,7 +542,6 @@ def _prefill_hopper(
         out_base = SPLITS.split_out + split_tile * (2 * BM * D)
         lse_base = SPLITS.split_lse + split_tile * (2 * BM)
         visited_base = SPLITS.split_visited + split_tile * 2
-        order += split * (BN // GRAIN)
         splits = gl.where(sparse, splits, 1)
     gl.warp_specialize(
         [
@@ -541,8 +550,8 @@ def _prefill_hopper(
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
-                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, near, total, steps, splits, 0, DTYPE, SIZES,
-                    MODE,
+                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, window, total, steps, first_visited,
+                    splits, 0, DTYPE, SIZES, MODE,
                 ),
             ),
             (
@@ -550,15 +559,15 @@ def _prefill_hopper(
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
-                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, near, total, steps, splits, 1, DTYPE, SIZES,
-                    MODE,
+                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, window, total, steps, first_visited,
+                    splits, 1, DTYPE, SIZES, MODE,
                 ),
             ),
             (
                 _produce,
                 (
                     k_base, v_base, order, pages, page_shift, page_rows, stride_k.row, stride_v.row, first, diagonal,
-                    kv_len - 1, diagonal_tiles, near, total, splits, k_ring, v_ring, marks, SIZES, MODE,
+                    kv_len - 1, diagonal_tiles, near, total, split, splits, k_ring, v_ring, marks, SIZES, MODE,
                 ),
             ),
         ],

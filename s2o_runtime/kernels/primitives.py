@@ -216,8 +216,8 @@ def attend_gathered(
 ):  # fmt: skip
     """Attend to tiles begin .. begin + count of a row tile's order, gathered: a chunk (Algorithm 3, lines 8 to 12).
 
-    order: pointer to int32 [prefix / GRAIN], where the keys of each step begin; with splits only every one of so many
-    tiles of it counts, from the first. Triton pipelines this plain loop.
+    order: pointer to int32 [prefix / GRAIN], where the keys of each step begin, from which every one of so many tiles
+    counts (`splits`). Triton pipelines this plain loop.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])

@@ -6,9 +6,11 @@ the keys of each row tile (flash-decoding):
 
 - Dense heads and dense last rows: each program visits a range of the keys, that of the last split the diagonal and the
   sink too.
-- Heads that stop: of S programs number j visits the tiles j, j + S, j + 2 S, ... of the order, so that all see the same
-  falling gains, and each stops on its own. All compute the window, and each counts 1 / S of it: its denominator is 1 / S
-  of the whole one as its own tiles show it, so its gain, its stop and its tail follow the same rules as without splits.
+- Heads that stop: all of S programs compute the window and the first tile of the order, and each counts 1 / S of them.
+  Number j visits the tiles 1 + j, 1 + j + S, ... alone. So all see the same falling gains, and the denominator of each
+  is 1 / S of the whole one as far as its own tiles tell: gain, stop and tail follow the same rules as without splits,
+  and each program stops on its own. The first tile is shared because no other is like it: of heads that look at few
+  keys it has most of the sum, and programs that do not know of it visit half as many keys again.
 
 A program writes its output and the log-sum-exp of its scores, and a small kernel weighs the outputs by these. It makes
 no difference whether keys lie in one tensor, one sequence behind another or in the pages of a cache.
@@ -50,7 +52,9 @@ def count_key_splits(call: Call, programs: int, gpu: Resources) -> int:
     if shape.offset < shape.q_len or not tables.s2o_heads:
         return 1
     longest = 1.0 if tables.works_unevenly else DENSITY
-    of_sm = shape.batch * programs * (tables.dense_heads + DENSITY * tables.s2o_heads) / gpu.sm_count
+    dense_rows = min(call.config.last_rows / shape.q_len, 1.0)  # the share of a head's programs that visit all keys
+    of_head = dense_rows + (1 - dense_rows) * DENSITY
+    of_sm = shape.batch * programs * (tables.dense_heads + of_head * tables.s2o_heads) / gpu.sm_count
     needed = longest / (LONGEST * of_sm)
     split_bytes = 4 * shape.batch * shape.query_heads * programs * call.config.tile.rows * shape.head_dim
     possible = min(MOST_SPLITS, shape.kv_len // FEWEST_KEYS, SPLIT_BYTES // split_bytes)
@@ -67,7 +71,9 @@ def allocate_splits(call: Call, splits: int, rows: int, device: torch.device) ->
     )
 
 
-@triton.jit(do_not_specialize=["q_len", "row_begin", "rows", "splits", "stride_cb", "stride_ch", "stride_eb", "stride_eh"])
+@triton.jit(
+    do_not_specialize=["q_len", "row_begin", "rows", "splits", "stride_cb", "stride_ch", "stride_eb", "stride_eh"]
+)
 def _combine(
     SPLIT_OUT, SPLIT_LSE, SPLIT_VISITED, OUT, LSE, VISITED, CU_Q, q_len, row_begin, rows, splits, stride_o: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,

@@ -91,8 +91,8 @@ def s2o_attention_reference(
             queries inside their segment by their score with the mean key of segment 0, check after every tile, and
             throw away the tile that stops the visit.
         ranking_of: rankings to follow instead of Algorithm 1's; called with sequence, query head and segment.
-        splits: programs that share the prefix of a row tile, as `kernels.splits` describes: each visits every one of so
-            many tiles of `block_n` keys of the order, and stops on its own.
+        splits: programs that share the prefix of a row tile, as `kernels.splits` describes: behind the first `block_n`
+            keys of the order each visits every one of so many tiles of them, and stops on its own.
 
     Raises:
         InputError: the tensors do not fit one another or the config.
@@ -169,11 +169,13 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
                 ranking = rank(parts, k[start:first], v[start:first], 1 if paper_literal else KEY_BLOCK, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
-            # each split counts its part of the window
-            state = State(state.m - math.log(splits), state.l, state.acc)
+            shared = ranking.order[: tile.block_n if splits > 1 else 0]  # all splits visit these
+            if splits > 1:
+                state = update_softmax(state, queries, k[shared], v[shared], softcap)
+                state = state._replace(m=state.m - math.log(splits))  # each counts its part
             parts = [_visit_prefix(inputs, queries, state, ranking, real, split) for split in range(splits)]
             state = _join_states([part for part, _ in parts])
-            keys_visited = torch.stack([keys for _, keys in parts]).sum(0)
+            keys_visited = len(shared) + torch.stack([keys for _, keys in parts]).sum(0)
             visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
         out[tiles[real]] = state.output()[real]
         lse[tiles[real]] = (state.m + state.l.log())[real]
@@ -231,7 +233,8 @@ def _visit_prefix(
     the tail if the head has one, and the keys that each row tile visited, int64 [T].
     """
     _, k, v, softcap, _, head, config, _, paper_literal, _, splits = inputs
-    order = ranking.order.unflatten(0, (-1, config.tile.block_n))[split::splits].flatten()
+    shared = config.tile.block_n if splits > 1 else 0
+    order = ranking.order[shared:].unflatten(0, (-1, config.tile.block_n))[split::splits].flatten()
     running = real.any(-1).nonzero()[:, 0]
     visited = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
     result = State(*(part.clone() for part in state))
@@ -247,7 +250,7 @@ def _visit_prefix(
         stop = decide_stops(gain, begin, end, len(order), head, config.tile, splits)
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.tail == "mean" and not paper_literal:
-            m, l, acc = with_tail(before, after, ranking, begin, end, len(order), splits)
+            m, l, acc = with_tail(before, after, ranking, begin, end, len(order), shared, splits)
             l = torch.where(stop[:, None], l, after.l)
             after = State(m, l, torch.where(stop[:, None, None], acc, after.acc))
         for part, new in zip(result, after, strict=True):
@@ -258,7 +261,8 @@ def _visit_prefix(
 
 
 def with_tail(
-    before: State, after: State, ranking: RankedPrefix, begin: int, end: int, prefix: int, splits: int
+    before: State, after: State, ranking: RankedPrefix, begin: int, end: int,
+    prefix: int, shared: int = 0, splits: int = 1,
 ) -> State:  # fmt: skip
     """Add an estimate of what the keys behind the visited ones would bring (docs/how-it-works.md).
 
@@ -266,12 +270,12 @@ def with_tail(
     gives what the chunk added to l. A key of the rest counts at most as much as a key of the chunk did on average.
 
     before, after: the states before and after the last chunk; begin, end: the chunk, as a range of the split's order
-    of `prefix` keys.
+    of `prefix` keys, which holds every one of `splits` tiles behind the `shared` first keys of the ranking's.
     """
     if end == prefix:
         return after
-    mass, values = ranking.rest(end * splits)
-    chunk = ranking.rest(begin * splits)[0] - mass
+    mass, values = ranking.rest(shared + end * splits)
+    chunk = ranking.rest(shared + begin * splits)[0] - mass
     most = (prefix - end) / (end - begin)
     times = torch.where(chunk * most > mass, mass / chunk, most)
     brought = after.l - before.l * (before.m - after.m).exp()
