@@ -425,6 +425,7 @@ def _prefill_hopper(
     STAGES: gl.constexpr = SIZES.STAGES
     EDGES: gl.constexpr = SIZES.EDGES
     DTYPE: gl.constexpr = Q.dtype.element_ty
+    split = 0
     if MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.assign_tile`, which Gluon code cannot call
         heads = gl.num_programs(0)
         before = gl.cdiv(gl.maximum(_find_dense_from(q_len, last_rows, 2 * BM) - row_begin, 0), 2 * BM)
