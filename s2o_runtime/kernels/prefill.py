@@ -38,7 +38,6 @@ from .primitives import (
     load_sequence,
     log_sum_exp,
     scale_tail,
-    split_range,
     start_softmax,
     sum_remaining_mass,
     weigh_tail,
@@ -147,10 +146,10 @@ def _prefill(
     near = tl.where(row0 < q_len, first, diagonal)
     end = tl.minimum(position0 + BM, kv_len)
     if MODE.HAS_SPLITS and not sparse:
-        low, high = split_range((diagonal - near) // BN, split, splits)
-        diagonal = near + high * BN
+        whole = (diagonal - near) // BN  # tiles, in ranges as equal as can be, which may be empty
+        diagonal = near + whole * (split + 1) // splits * BN
         end = tl.where(split == splits - 1, end, diagonal)
-        near += low * BN
+        near += whole * split // splits * BN
     m, l, acc = attend_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, near, diagonal, end, kv_len, position, BN,
         STAGES, MODE.CAP, pages, page_shift, page_rows, MODE.PAGED,

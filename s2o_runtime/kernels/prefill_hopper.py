@@ -105,8 +105,9 @@ def _produce(
     GRAIN], the segment's row of ORDER; pages: int32 [M], of the sequence (PAGED). first, diagonal: the window's first
     key and the first key of its diagonal; kv_last: the last key of the sequence; diagonal_tiles, near, total: tiles of
     the diagonal, of diagonal and window, and of all three parts; split, splits: the program's tiles of the order are
-    the first, that with the number 1 + split, and from there on every one of so many (HAS_SPLITS). k_ring, v_ring: (buffer T [STAGES, BN, D], barriers
-    `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads], by row tile and stage.
+    the first, that with the number 1 + split, and from there on every one of so many (HAS_SPLITS).
+    k_ring, v_ring: (buffer T [STAGES, BN, D], barriers `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads],
+    by row tile and stage.
     """
     D: gl.constexpr = SIZES.D
     BN: gl.constexpr = SIZES.BN
@@ -224,8 +225,9 @@ def _sum_mass(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.co
 @gluon.jit
 def _consume(
     Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, sink, tau, stop, chunk,
-    row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, steps, first_visited, splits,
-    HALF: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr, MODE: gl.constexpr,
+    row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, steps,
+    first_visited, splits, HALF: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr,
+    MODE: gl.constexpr,
 ):  # fmt: skip
     """Compute row tile HALF of the program, from its queries to its output, as `prefill._prefill` does.
 
@@ -298,8 +300,6 @@ def _consume(
     if MODE.HAS_SPLITS:
         # each split counts 1 / splits of what all visit; sums that are relative to a lower m are less
         late = gl.log2(splits.to(gl.float32))
-        if (i == near) & (i < total):
-            m -= late
     if i < total:
         m_before = m
         l_before = l
@@ -474,7 +474,7 @@ def _prefill_hopper(
     diagonal = first + gl.maximum(position0 + 1 - first, 0) // BN * BN
     diagonal_tiles = gl.maximum(gl.minimum(position0 + 2 * BM, kv_len) - diagonal + BN - 1, 0) // BN
     whole = gl.where(row0 < q_len, (diagonal - first) // BN, 0)
-    if MODE.HAS_SPLITS:  # a copy of `primitives.split_range`, which Gluon code cannot call
+    if MODE.HAS_SPLITS:
         has_diagonal = sparse | (split == splits - 1)
         low = gl.where(sparse, 0, whole * split // splits)
         whole = gl.where(sparse, whole, whole * (split + 1) // splits - low)

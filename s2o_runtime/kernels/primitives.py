@@ -72,12 +72,6 @@ def assign_tile(
 
 
 @triton.jit
-def split_range(tiles, split, splits):
-    """Return the begin and end of a split of so many tiles; splits are as equal as can be, and may be empty."""
-    return tiles * split // splits, tiles * (split + 1) // splits
-
-
-@triton.jit
 def load_sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
     """Return the begins of sequence b in q and in k, its number of queries, and the position of its first query.
 

@@ -8,7 +8,7 @@ share one order, so they are computed together: `T` is the number of row tiles o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -173,9 +173,9 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
             if splits > 1:
                 state = update_softmax(state, queries, k[shared], v[shared], softcap)
                 state = state._replace(m=state.m - math.log(splits))  # each counts its part
-            parts = [_visit_prefix(inputs, queries, state, ranking, real, split) for split in range(splits)]
-            state = _join_states([part for part, _ in parts])
-            keys_visited = len(shared) + torch.stack([keys for _, keys in parts]).sum(0)
+            visits = [_visit_prefix(inputs, queries, state, ranking, real, split) for split in range(splits)]
+            states, key_counts = zip(*visits, strict=True)
+            state, keys_visited = _join_states(states), len(shared) + torch.stack(key_counts).sum(0)
             visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
         out[tiles[real]] = state.output()[real]
         lse[tiles[real]] = (state.m + state.l.log())[real]
@@ -216,7 +216,7 @@ def update_softmax(state: State, q: Tensor, k: Tensor, v: Tensor, softcap: float
     return State(m, state.l * decay + weights.sum(-1), state.acc * decay[..., None] + weights @ v)
 
 
-def _join_states(parts: list[State]) -> State:
+def _join_states(parts: Sequence[State]) -> State:
     """Return the state that has visited the keys of all parts."""
     maxima, sums, accs = map(torch.stack, zip(*parts, strict=True))
     m = maxima.amax(0)
@@ -234,7 +234,7 @@ def _visit_prefix(
     """
     _, k, v, softcap, _, head, config, _, paper_literal, _, splits = inputs
     shared = config.tile.block_n if splits > 1 else 0
-    order = ranking.order[shared:].unflatten(0, (-1, config.tile.block_n))[split::splits].flatten()
+    order = ranking.order[shared:].view(-1, config.tile.block_n)[split::splits].flatten()
     running = real.any(-1).nonzero()[:, 0]
     visited = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
     result = State(*(part.clone() for part in state))

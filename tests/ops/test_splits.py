@@ -1,4 +1,4 @@
-"""Calls whose keys are split: when and how finely, what it costs, and what is compiled before; test_kernels.py has the op."""
+"""Calls whose keys are split: when and how finely, where they stop, and what is compiled before."""
 
 import itertools
 
