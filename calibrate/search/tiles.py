@@ -18,13 +18,7 @@ from calibrate.search.dense_kernels import list_dense_kernels
 from calibrate.timing import FAILURES, describe_failure, measure_medians
 from calibrate.work.executor import Executor, WorkerState, WorkItem, find_unmeasured, measure_items
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import (
-    KEY_BLOCK,
-    MAX_TAU,
-    HeadConfig,
-    LayerConfig,
-    TileConfig,
-)
+from s2o_runtime.config import KEY_BLOCK, MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention

@@ -77,6 +77,7 @@ FORMS = {  # what a call may be besides: of the module `prefill`, what is set
     "views": {},
     "split": {"count_key_splits": lambda *_: 2},
     "in-16-splits": {"count_key_splits": lambda *_: 16},  # most are empty
+    "one-head-a-turn": {"count_heads_per_wave": lambda *_: 1},
     "sliced": {"WORKSPACE_BYTES": 1},
     "64-bit-offsets": {"WIDE_ELEMENTS": 1},
 }
@@ -222,25 +223,6 @@ def test_slices_of_rows_fit_the_workspace():
     assert slice_rows(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
     # 2 heads, segments of 64 rows or more, 6 bytes a step of 4 keys and 4416 for a tail: 4 segments fit, then 2
     assert slice_rows(call, workspace=40000) == [range(0, 256), range(256, 384), range(384, 500)]
-
-
-ORDERED = [(1, 4, 2, 1333, 1333, None), (1, 4, 2, 9000, 9000, None)] if ON_GPU else [(2, 4, 2, 150, 180, [30, 0])]
-ORDERED = [pytest.param(shape, id=f"k{shape[4]}") for shape in ORDERED]
-
-
-@pytest.mark.slow(reason="the same call in the interpreter three times")
-@pytest.mark.parametrize(
-    ("shape", "last_rows", "tile"), pairwise(ORDERED, [0, 128], [PLAIN, HOPPER] if ON_GPU else [TILE])
-)
-def test_the_order_in_which_heads_start_changes_nothing(shape, last_rows, tile, monkeypatch):
-    q, k, v, kv_start = drawn(shape, 64)
-    call = call_of(q, k, v, mixed_config(4, 1.0, tile=tile, last_rows=last_rows), kv_start, lse=True)
-    outputs = []
-    for per_wave in (1, 2, 4):
-        monkeypatch.setattr(prefill_module, "count_heads_per_wave", lambda *_, heads=per_wave: heads)
-        outputs.append(run_prefill(call))
-    for other in outputs[1:]:
-        agree(other, outputs[0], tile.block_m, error=1e-4, lse_error=1e-4, apart=0.0)
 
 
 def test_dense_heads_start_first():
