@@ -299,8 +299,8 @@ def test_after_warmup_nothing_compiles(tile, features):
     launch_module._compiled.clear()
     warmup(config, kv_heads=3, head_dim=64, padded=True, **options | ({"sinks": DTYPE} if options else {}))
     known = set(launch_module._compiled)
-    for length in (129, 1000, 2048, 3333, 9999):
-        tensors = as_transformers(*inputs(1, 6, 3, length, length, 64))
+    for queries, keys in ((129, 129), (1000, 1000), (2048, 2048), (3333, 3333), (9999, 9999), (700, 60000)):
+        tensors = as_transformers(*inputs(1, 6, 3, queries, keys, 64))
         for start in (None, torch.tensor([5], device="cuda")):
             s2o_attention(*tensors, config, kv_start=start, backend="triton", **options)
     assert set(launch_module._compiled) == known

@@ -5,19 +5,15 @@ import itertools
 import pytest
 import torch
 
-from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.replay import forget_plans
-from s2o_runtime.attention.warmup import SPLIT_CALL, warmup
+from s2o_runtime.attention.warmup import SPLIT_CALL
 from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.devices import Resources, get_resources
-from s2o_runtime.kernels import launch as launch_module
+from s2o_runtime.devices import Resources
 from s2o_runtime.kernels.splits import DENSITY, FEWEST_KEYS, LONGEST, MOST_SPLITS, SPLIT_BYTES, count_key_splits
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.sequences import call_shape, measure_density
-from support.kernels import HOPPER, ON_GPU, PLAIN, inputs, mixed_config, relative_error
-from support.layouts import as_transformers
+from support.kernels import HOPPER, relative_error
 
 GPU = Resources(132, 50 << 20)
 
@@ -79,23 +75,3 @@ def test_splits_stop_where_one_program_stops(stop_rule, tail):
 def test_warming_up_compiles_what_splits():
     for heads, dense in ((4, 1), (8, 2), (64, 32), (128, 64), (128, 0), (4, 0)):
         assert splits_of(*SPLIT_CALL, dense, heads) > 1
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
-@pytest.mark.parametrize("tile", [PLAIN, HOPPER])
-def test_nothing_compiles_after_warmup_and_a_replay_is_the_call(tile):
-    gpu = get_resources(torch.device("cuda"))
-    assert splits_of(700, 60000, 1, 4, gpu=gpu) >= 4
-    config, dense = mixed_config(4, 1.0, tile=tile), [2]
-    warmup(config, kv_heads=2, head_dim=128)
-    known = len(launch_module._compiled)
-    forget_plans()
-    q, k, v = as_transformers(*inputs(1, 4, 2, 700, 60000, 128))
-    for _ in range(3):
-        s2o_attention(q, k, v, config, backend="triton")
-    assert len(launch_module._compiled) == known
-    (other,) = as_transformers(q.flip(2))
-    replayed = s2o_attention(other, k, v, config, backend="triton")
-    forget_plans()
-    assert torch.equal(replayed, s2o_attention(other, k, v, config, backend="triton"))
-    assert relative_error(replayed[:, dense], exact_attention(other, k, v)[:, dense]) <= 6e-3
