@@ -1,7 +1,8 @@
 """The stages of a calibration: prompts -> curves -> choices -> proof -> certificate -> profile.
 
 Each is a pass over the model, one layer at a time. The proof runs the model as it will run, on the prompts that layers
-are adjusted on; where the certificate does not hold at once, it looks at a length again with less.
+are adjusted on; where the certificate does not hold at once, it looks at a length again with less. A budget of answers
+is certified first: its proof only takes from layers, and what is proven is measured once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.compiling import start_compiling
+from calibrate.compiling import start_compiling, with_tiles
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import measure_model, measure_on_prompts, measure_prompt
 from calibrate.journal import Journal
@@ -30,20 +31,21 @@ from calibrate.model.self_test import SEGMENTS, choose_test_config, run_self_tes
 from calibrate.progress import PhaseClock, show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.adjust import make_slower_dense, prove_and_adjust, remeasure, without_slower_lengths
+from calibrate.proof.adjust import make_slower_dense, prove_and_adjust, remeasure
 from calibrate.proof.certify import TextGroups, certify, check_groups
 from calibrate.proof.certify_answers import certify_answers
 from calibrate.proof.state import Candidate, make_record
 from calibrate.proof.verify import Prover
 from calibrate.proof.weigh import check_noise, make_answer_budgets, scale_to_answers
 from calibrate.recipe import DEFAULT_BUDGET, Recipe
-from calibrate.search.choice import LayerBudget, LayerPlan
+from calibrate.search.choice import LayerBudget, LayerPlan, make_constraints
 from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
 from calibrate.versions import collect_versions
 from calibrate.work.executor import Executor, StageWork, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import REPRESENTATIVES, HeadConfig, LayerConfig
 from s2o_runtime.devices import DeviceIdentity, get_capability
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.identity import geometry, split_fingerprint
@@ -89,7 +91,7 @@ def calibrate(
     """
     clock = PhaseClock(expected)
     with ExitStack() as stack:
-        # The first kernels compile while prompts are made and weights are read.
+        # Kernels compile while prompts are made, weights are read and the model is tested.
         wait_for_kernels = stack.enter_context(start_compiling(_list_first_calls(recipe, loaded)))
         with clock.time_phase("making prompts", progress):
             tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
@@ -109,7 +111,6 @@ def calibrate(
                 with clock.time_phase("loading the model", progress):
                     loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
             with clock.time_phase("testing the model's attention", progress):
-                wait_for_kernels()
                 run_self_test(loaded)
             executor = stack.enter_context(open_local_executor(loaded))
         journal = stack.enter_context(
@@ -123,6 +124,7 @@ def calibrate(
                 recipe = check_noise(prover, held_out, recipe, DEFAULT_BUDGET.value)
 
         with clock.time_phase("measuring"):
+            wait_for_kernels()  # tiles are timed next, on a GPU that does nothing else
             tiles = {
                 length: choose_tiles(executor, length=length, segments=recipe.select_segments(length), journal=journal)
                 for length in recipe.lengths
@@ -155,20 +157,24 @@ def calibrate(
         if holds_answers:
             with clock.time_phase("measuring answers", progress):
                 candidate = scale_to_answers(prover, held_out, candidate)
+            if prompts.certify:
+                with clock.time_phase("certifying", progress):
+                    candidate = certify_answers(prover, prompts.certify, candidate)
+        missed = candidate.problems
         with clock.time_phase("proving"):
             texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
             proven = prove_and_adjust(prover, held_out, candidate, texts)
-            proven = without_slower_lengths(prover, held_out, proven)
         if proven.met:
             # The record is of what is written, so whatever changes after the proof is measured again.
-            certified = make_slower_dense(proven, lengths=False)
-            if prompts.certify:
+            certified = make_slower_dense(proven)
+            if prompts.certify and not holds_answers:
                 with clock.time_phase("certifying"):
-                    certified = (certify_answers if holds_answers else certify)(prover, prompts.certify, certified)
+                    certified = certify(prover, prompts.certify, certified)
                     proven = remeasure(prover, held_out, proven, certified)
             elif certified is not proven:
                 with clock.time_phase("measuring again"):
                     proven = remeasure(prover, held_out, proven, certified)
+        proven = replace(proven, problems=(*missed, *proven.problems))
 
         profile = replace(proven.build_profile(), record=make_record(prompts, proven).to_json())
         written = proven.met or recipe.allow_regression  # the record says that the proof failed
@@ -181,9 +187,10 @@ def calibrate(
 
 
 def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[], object]]:
-    """Return calls that need the kernels of the model's test and of its curves, on random inputs of the model's sizes.
+    """Return calls that need the kernels of the model's test, of tiles, curves and layers with the tile tried first.
 
-    None without a GPU of this process's. A model whose layers are called in another way compiles its own later.
+    Inputs are random, of the model's sizes. None without a GPU of this process's. A model whose layers are called in
+    another way compiles its own later.
     """
     device = torch.device(recipe.device)
     if device.type != "cuda" or recipe.is_distributed:
@@ -194,8 +201,20 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
     else:
         shape = loaded.geometry
     tested = choose_test_config(shape, device)
-    if tested is None:
+    longest = min(max(recipe.lengths), LONGEST)
+    segments = recipe.select_segments(longest)
+    candidates = list_candidate_tiles(shape.head_dim, get_capability(device))
+    tiles = [tile for tile in candidates if not any(segment % tile.rows for segment in segments)]
+    if tested is None or not tiles:
         return []
+    heads = shape.query_heads
+    segment = segments[-1]
+    last_rows = recipe.count_last_rows(longest)
+    layers = with_tiles(LayerConfig.uniform(heads, segment=segment), tiles)
+    for tail in make_constraints(recipe).tails:
+        ranked = [HeadConfig(1.0, segment, representatives=count, tail=tail) for count in REPRESENTATIVES]
+        for first in (ranked[0], replace(ranked[0], mode="dense")):
+            layers.append(LayerConfig((first, *[ranked[-1]] * (heads - 1)), tiles[0], last_rows=last_rows))
 
     def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
         return draw_inputs(shape, length, length, torch.bfloat16, device)
@@ -205,18 +224,20 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         s2o_attention(*make_inputs(SEGMENTS * tested.segment), tested, kv_start=start)
 
     def run_curves() -> None:
-        segments = recipe.select_segments(max(recipe.lengths))
-        candidates = list_candidate_tiles(shape.head_dim, get_capability(device))
-        tiles = [tile for tile in candidates if not any(segment % tile.rows for segment in segments)]
         shapes = {Shape.from_tile(tile) for tile in tiles if tile.block_m == tiles[0].block_m}
-        prompt = Captured(*make_inputs(min(max(recipe.lengths), LONGEST)), shape.head_dim**-0.5)
+        prompt = Captured(*make_inputs(longest), shape.head_dim**-0.5)
         measure_prompt(prompt, sorted(shapes, key=attrgetter("stride")), recipe)
+
+    def run_layer(layer: LayerConfig) -> None:
+        s2o_attention(*make_inputs(longest), layer)
 
     def try_call(call: Callable[[], None]) -> None:
         with suppress(S2OError):  # the model's own call reports what is wrong
             call()
 
-    return [partial(try_call, call) for call in (partial(run_test, False), partial(run_test, True), run_curves)]
+    calls: list[Callable[[], None]] = [partial(run_test, False), partial(run_test, True), run_curves]
+    calls += [partial(run_layer, layer) for layer in layers]
+    return [partial(try_call, call) for call in calls]
 
 
 def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], counts: str = "") -> None:

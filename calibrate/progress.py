@@ -15,6 +15,7 @@ from tqdm import tqdm
 from s2o_runtime.fields import pluralize
 from s2o_runtime.logs import emit_line, should_write_json
 
+QUICKER = 0.1  # of the whole plan counts as taken as planned, beside phases that were quicker: they may be few
 SILENCE = 30.0  # seconds after which a line of progress is written even if no tenth is reached
 T = TypeVar("T")
 
@@ -23,6 +24,7 @@ class PhaseClock:
     """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended.
 
     `expected` is what each phase is expected to take, in the phases' order; progress then says what is left of the run.
+    `continues` is True once a part of the run was found in a journal.
     """
 
     def __init__(
@@ -31,15 +33,20 @@ class PhaseClock:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds: dict[str, float] = {}
+        self.continues = False
         self._expected, self._clock = dict(expected), clock
         self._phase, self._start = "", clock()
 
     @contextmanager
     def time_phase(self, name: str, announced: bool = False) -> Iterator[None]:
         """Time the block as the phase `name`, and say first that it begins if it is to be `announced`."""
-        if announced:
-            emit_line("calibrate.progress", f"{name} ..", {"phase": name})
         self._phase, self._start = name, self._clock()
+        if announced:
+            left = self.estimate_left(None)
+            line = f"{name} .."
+            if left is not None:
+                line += f" {format_duration(left)} until the end"
+            emit_line("calibrate.progress", line, {"phase": name})
         with _set(_run, self):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - self._start
@@ -53,14 +60,25 @@ class PhaseClock:
             return None
         names = list(self._expected)
         number = names.index(self._phase)
-        spent = self._clock() - self._start
+        spent, planned = self._clock() - self._start, self._expected[self._phase]
         before = [name for name in names[:number] if name in self.seconds]
-        took = sum(self.seconds[name] for name in before) + spent + (phase_left or 0.0)
-        planned = sum(self._expected[name] for name in before) + self._expected[self._phase]
-        # what was slower so far makes later phases slower too; what was quicker may have been in a journal
-        slower = max(1.0, took / planned) if planned else 1.0
-        here = max(0.0, slower * self._expected[self._phase] - spent) if phase_left is None else phase_left
-        return here + slower * sum(self._expected[name] for name in names[number + 1 :])
+        if self.continues:  # what was quicker may have been in the journal
+            before = [name for name in before if self.seconds[name] >= self._expected[name]]
+        took = sum(self.seconds[name] for name in before)
+        planned_before = sum(self._expected[name] for name in before)
+        if phase_left is None:
+            phase_left = max(0.0, self._compute_pace(took, planned_before) * planned - spent)
+        pace = self._compute_pace(took + spent + phase_left, planned_before + planned)
+        return phase_left + pace * sum(self._expected[name] for name in names[number + 1 :])
+
+    def _compute_pace(self, took: float, planned: float) -> float:
+        """Return how many times as long as planned later phases take, by the seconds of those so far."""
+        if took > planned > 0:
+            return took / planned
+        if self.continues:
+            return 1.0
+        doubt = QUICKER * sum(self._expected.values())
+        return (took + doubt) / (planned + doubt)
 
 
 _NOTHING_EXPECTED = PhaseClock()
@@ -102,6 +120,7 @@ class ProgressLines:
         self._done += steps
         tenths = 10 * self._done // self._total if self._total else 0
         if known:
+            _run.get().continues = True
             self._known += steps
             self._tenths = tenths
             counts = f"{self._done} of {self._total} {self._unit}s"
@@ -165,6 +184,7 @@ def show_progress(description: str, total: int | None, unit: str, *, shown: bool
 
         def step(text: str = "", steps: int = 1, *, known: bool = False) -> None:
             if known:
+                _run.get().continues = True
                 tqdm.write(f"{description}: continuing: {steps} of {total} {unit}s {text}", sys.stderr)
                 bar.initial += steps
                 bar.n += steps

@@ -29,7 +29,7 @@ from s2o_runtime.profile.record import BUDGET_KINDS, BudgetKind, ErrorUnit, get_
 
 SEGMENTS = (256, 512, 1024, 2048)
 MAX_REL_MSE = 2e-2  # of any layer and head under a budget of answers: what text unlike the calibration's may do
-SAMPLED_ROWS = 16384  # of a longer prompt, about so many rows make its curves on a GPU
+SAMPLED_ROWS = 8192  # of a prompt of twice as many or more, about so many rows make its curves on a GPU
 WINDOWS, WINDOW_ROWS = 16, 1024  # parts of a long prompt, and the rows of each whose errors are proven
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 DEFAULT_LAST_ROWS, LAST_PART = 256, 32  # rows that run dense by default, and one in so many of a prompt at most

@@ -165,7 +165,9 @@ class PredictedLayer(RecordNode):
     seconds: float | None = record_field(
         "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
     )
-    dense_seconds: float | None = record_field("dense attention, timed in turns with it", "seconds")
+    dense_seconds: float | None = record_field(
+        "dense attention, timed in turns with the layer's first trial", "seconds"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,38 +20,28 @@ ROUNDS = 7
 FEWEST_ROUNDS = 3
 FLUSHES = 8  # about 0.3 ms of work ahead of a call, so that its launch is not counted unless it takes longer
 MORE = 4  # times as much work ahead of a call that was launched too late, because the host was busy
-LONG_CALL_S = 0.02  # seconds: a call as long as that is timed once, and a late launch of it does not count
+LONG_CALL_S = 0.02  # seconds: a late launch of a call as long as that does not count
 CERTAIN = 0.02  # half the confidence interval over the median: a time as certain as this is not taken again
-MAX_SLOWDOWN = 1.3  # times the best known: a call that is slower than this in its first round is not timed again
 FAILURES = (RuntimeError, TritonError)  # of a call that this GPU cannot run; out of memory is one of them
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A call and dense attention, timed in turns."""
+    """The median seconds of a call and of dense attention."""
 
-    seconds: float  # the call's median
-    low: float  # the interval that holds the median with a confidence of 95%
-    high: float
-    dense_seconds: float  # dense attention's median
-    rounds: int  # number of times that both were timed
-    rejected: bool = False  # the first round was so much slower than the best known call that there was no other
+    seconds: float
+    dense_seconds: float
 
 
 def time_against_dense(
-    call: Callable[[], Any],
-    dense: Callable[[], Any],
-    device: torch.device,
-    best: float = math.inf,
-    dense_seconds: float | None = None,
+    call: Callable[[], Any], dense: Callable[[], Any], device: torch.device, dense_seconds: float | None = None
 ) -> Timing:
-    """Time a call against dense attention until its median is certain, or it is hopeless against `best` seconds.
+    """Time a call, in turns with dense attention, until its median is certain.
 
     Args:
         call, dense: both are run before, so that compiling is not counted.
         device: runs them.
-        best: the seconds of the best call so far.
-        dense_seconds: earlier result of dense attention on these inputs; if that is long, it is not timed again.
+        dense_seconds: earlier result of dense attention on these inputs, which is then not timed again.
 
     Raises one of `FAILURES` if a call failed.
     """
@@ -59,20 +49,17 @@ def time_against_dense(
     measure(call)  # compiles
     measure(call)
     seconds: list[float] = []
-    dense_times = [dense_seconds] if dense_seconds and dense_seconds >= LONG_CALL_S else []
-    with_dense = not dense_times
-    if with_dense:
+    dense_times = [] if dense_seconds is None else [dense_seconds]
+    if dense_seconds is None:
         measure(dense)
-    rejected = False
-    while len(seconds) < ROUNDS and not rejected:
+    while len(seconds) < ROUNDS:
         seconds.append(measure(call))
-        if with_dense:
+        if dense_seconds is None:
             dense_times.append(measure(dense))
-        median, (low, high) = statistics.median(seconds), interval(seconds)
-        rejected = seconds[0] > MAX_SLOWDOWN * best
-        if len(seconds) >= FEWEST_ROUNDS and high - low < 2 * CERTAIN * median:
+        low, high = interval(seconds)
+        if len(seconds) >= FEWEST_ROUNDS and high - low < CERTAIN * (high + low):
             break
-    return Timing(median, low, high, statistics.median(dense_times), len(seconds), rejected)
+    return Timing(statistics.median(seconds), statistics.median(dense_times))
 
 
 def describe_failure(failure: Exception) -> str:

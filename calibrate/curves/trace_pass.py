@@ -29,7 +29,7 @@ from s2o_runtime.devices import get_capability
 from s2o_runtime.sequences import lay_out
 from s2o_runtime.tiles import MIN_CAPABILITY, make_trace_tile, pad_head_dim
 
-WINDOW = 2048  # rows of a window of a sample, or one segment where that is longer
+WINDOW = 1024  # rows of a window of a sample, or one segment where that is longer
 FIRST_TRITON_FOR_SM_100 = 3, 9  # older ones fail to compile the kernel there
 
 

@@ -16,7 +16,6 @@ import torch
 from calibrate.model.layers import ROWS, list_decoder_layers
 from calibrate.model.weights import decide_resident
 from calibrate.recipe import SAMPLED_ROWS, WINDOW_ROWS, WINDOWS, Recipe
-from calibrate.timing import LONG_CALL_S
 from s2o_runtime.config import REPRESENTATIVES
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ResourceError
@@ -99,17 +98,16 @@ FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
     (10, 0): 8192,  # B200, and B300 (10, 3)
     (12, 0): 1024,  # RTX 50
 }
-START = 10.0  # seconds to load and test a small model on a CPU; on a GPU, which starts too, twice that
+MADE = 4e5  # tokens of prompts that are made in a second
+START = 4.0  # seconds to load a small model, and to test it
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
 COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a GPU
 TRIAL = 0.045  # seconds for a trial of the search, besides the attention in it
-TIMED = 12  # times dense attention that a trial runs: S2O and dense attention in turns, and before that to compile
-TIMED_ALONE = 4  # the same where dense attention takes so long that it is not timed with each trial
-TIMED_LAYERS, TIMED_ONCE = 15, 6  # the same for a layer of the profile, and for one whose attention takes long
-TIMED_LAYER = 0.35  # seconds for a layer of the profile besides, most of it to keep the GPU busy before each call
+TIMED = 5  # calls of a trial, to compile among them
+TIMED_LAYER, TIMED_LAYERS = 0.03, 4  # seconds for a layer of the profile besides its calls, and those of each kind
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
-TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
-PROOFS = 1.8  # how often a layer is proven, with those that are revised
+TRIED = 0.4  # of the trials that a recipe allows: fewer points are promising
+PROOFS = 1.8, 1.1  # how often a layer is proven, with those that are revised: to spend a budget of errors, of answers
 SPARSE, SHORT, FALL = 0.66, 8192, 0.45  # S2O's time over dense attention's at so many tokens, and how it falls on
 ATTEMPTS = 1.25  # how often a layer is certified, with those whose bound is over its limit at first
 LOOKS = 1.7  # how often answers are certified, with the looks at less
@@ -192,9 +190,11 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     def time_forward(length: int) -> float:  # the dense model
         return 2 * sizes.of_token * length / rates.flops + layers * time_attention(length)
 
+    def time_sparse(length: int) -> float:  # S2O's attention, in one layer
+        return time_attention(length) * (min(1.0, SPARSE * (SHORT / length) ** FALL) if on_gpu else 1.0)
+
     def time_patched(length: int) -> float:
-        sparse = min(1.0, SPARSE * (SHORT / length) ** FALL) if on_gpu else 1.0
-        return time_forward(length) - (1 - sparse) * layers * time_attention(length)
+        return time_forward(length) - layers * (time_attention(length) - time_sparse(length))
 
     def time_errors(length: int) -> float:  # the patched model with every layer's errors on one prompt
         rows = min(length, WINDOWS * WINDOW_ROWS)
@@ -217,24 +217,28 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         rankings = len(recipe.select_segments(length)) * len(recipe.lookbacks) * len(REPRESENTATIVES)
         measuring += recipe.num_prompts * head_layers * pairs * rankings / rates.curves
         measuring += recipe.num_prompts * time_forward(length)
-        timed = TIMED if time_attention(length) < LONG_CALL_S else TIMED_ALONE
-        searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
-    proven = sorted({*recipe.lengths, *recipe.checked_lengths})
+        searching += (trials + layers) * (TRIAL + on_gpu * TIMED * time_sparse(length))
+        searching += on_gpu * layers * TIMED_LAYERS * time_attention(length)
+    proven = recipe.all_lengths
 
-    def time_layer(length: int) -> float:  # timed, in a profile
-        attention = time_attention(length)
-        return TIMED_LAYER + attention * (TIMED_LAYERS if attention < LONG_CALL_S else TIMED_ONCE)
+    def time_profile(length: int) -> float:  # S2O's attention in all layers, the rest in one of them
+        once = time_forward(length) / layers + time_attention(length)
+        return layers * TIMED_LAYER + time_patched(length) + TIMED_LAYERS * (layers * time_sparse(length) + once)
+
+    of_answers = recipe.budget.kind == "kl"
+    answered = recipe.lengths if of_answers and sizes.resident else ()  # the dense model has read these prompts
 
     def time_proof(often: float, prompts: int = recipe.held_out) -> float:  # the dense model reads a prompt once
-        return read + prompts * sum(time_forward(at) + often * time_errors(at) for at in proven)
+        return read + prompts * sum((at not in answered) * time_forward(at) + often * time_errors(at) for at in proven)
 
-    timing, noise, weighing, scaling = on_gpu * layers * sum(map(time_layer, proven)), 0.0, 0.0, 0.0
-    if recipe.budget.kind == "kl":
+    timing = on_gpu * sum(map(time_profile, proven))
+    noise = weighing = scaling = 0.0
+    if of_answers:
 
         def certify(often: float) -> float:
             return sum(time_answers(length, recipe.num_certify, 1, often) for length in proven)
 
-        certifying = certify(LOOKS) + timing + recipe.held_out * sum(map(time_errors, proven))  # less is proven again
+        certifying = certify(LOOKS)
         noise = on_gpu * time_answers(min(recipe.lengths), 2, 1, 1)
         weighing = 2 * read + on_gpu * COMPILING / 2 + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
         weighing += sum(time_answers(length, ANSWERED, 1, 2) for length in recipe.lengths)
@@ -243,16 +247,20 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         certify = partial(time_proof, prompts=recipe.num_certify)
         certifying = certify(ATTEMPTS)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
+    tokens = recipe.num_prompts * sum(recipe.lengths) + (recipe.held_out + recipe.num_certify) * sum(proven)
     seconds = {
-        "loading the model": START * (1 + on_gpu) + weights - read,
+        "making prompts": tokens / MADE,
+        "loading the model": START + weights - read,
+        "testing the model's attention": START,
         "measuring noise": noise / shared,
         "measuring": measuring / shared,
         "weighing layers by answers": weighing / shared,
         "searching": searching / shared,
         "measuring answers": scaling / shared,
-        "proving": (timing + time_proof(PROOFS)) / shared,
-        "certifying": certifying / shared if recipe.num_certify else 0.0,
     }
+    proof = {"proving": (timing + time_proof(PROOFS[of_answers])) / shared}
+    certificate = {"certifying": certifying / shared if recipe.num_certify else 0.0}
+    seconds |= certificate | proof if of_answers else proof | certificate  # in the order of the run
     answers = sum(time_answers(length, ANSWERED + on_gpu, 1, 1) for length in proven)
     verifying = seconds | {"proving": time_proof(1) + answers, "certifying": certify(1)}
     memory = _estimate_memory(recipe, sizes, geometry)
@@ -272,7 +280,7 @@ def scale_rates(device: DeviceIdentity) -> Rates:
 def _estimate_memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:
     """Estimate the bytes on the device: weights, the prompts on their way, the inside of one layer of one prompt."""
     width = number_width(recipe.device)
-    longest = max((*recipe.lengths, *recipe.checked_lengths))
+    longest = max(recipe.all_lengths)
     weights = sizes.parameters if sizes.resident else max(sizes.largest_layer, sizes.vocabulary * sizes.hidden)
     tokens = max(  # on their way; of each proven prompt the patched and the dense model's
         recipe.num_prompts * sum(recipe.lengths), 2 * max(recipe.held_out, recipe.num_certify) * longest

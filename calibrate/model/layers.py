@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -187,10 +187,14 @@ def begin(
 @contextmanager
 def put_layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Module]:
     """Put a layer's parameters on the device inside the block; its parts that work row by row run in pieces."""
-    with loaded.weights.put_on_device(layer.module):
-        parts = [part for name, part in layer.module.named_children() if name in BY_ROWS]
-        with replace_forwards({part: partial(_run_in_pieces, part.forward) for part in parts}):
-            yield layer.module
+    with loaded.weights.put_on_device(layer.module), run_in_pieces([layer.module]):
+        yield layer.module
+
+
+def run_in_pieces(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Let the parts of decoder layers that work row by row run in pieces inside the block."""
+    parts = [part for module in modules for name, part in module.named_children() if name in BY_ROWS]
+    return replace_forwards({part: partial(_run_in_pieces, part.forward) for part in parts})
 
 
 @contextmanager
@@ -302,7 +306,8 @@ class Captured:
 
     q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: factor of q k^T. layer:
     its row in a profile's tables. prompt: its index in the list that was given. softcap, sinks: as in
-    `s2o_runtime.call.Scoring`. exact: the keys and values before they were rounded; None if they were not.
+    `s2o_runtime.call.Scoring`. exact: the keys and values before they were rounded; None if they were not. out: dense
+    attention's output of exact keys and values, [1, Hq, L, Dv]; None if it is not known.
     """
 
     q: Tensor
@@ -314,6 +319,7 @@ class Captured:
     softcap: float | None = None
     sinks: Tensor | None = None
     exact: tuple[Tensor, Tensor] | None = None
+    out: Tensor | None = None
 
     def cached(self, kv_cache_dtype: KvCacheDtype) -> Captured:
         """Round the keys and values as a server's cache of this type does."""
@@ -323,7 +329,9 @@ class Captured:
         return replace(self, k=k, v=v, exact=(self.k, self.v))
 
     def truth(self) -> Tensor:
-        """Compute the dense attention that errors are taken from, of keys and values that were not rounded."""
+        """Return the dense attention that errors are taken from, of keys and values that were not rounded."""
+        if self.out is not None:
+            return self.out
         return dense_attention(self.q, *(self.exact or (self.k, self.v)), **self.scoring.arguments())
 
     @property
@@ -401,8 +409,9 @@ def _capture_next(forward: LayerwiseForward) -> Iterator[Captured]:
                 check_finite(tensor, f"tensor of {name}", layer.number, stream.prompt)
             scale, softcap, sinks = scoring
             assert scale is not None
-            captured.append(Captured(q, k, v, scale, row, stream.prompt, softcap, sinks))
-            return dense_attention(q, k, v, **scoring.arguments())
+            out = dense_attention(q, k, v, **scoring.arguments())
+            captured.append(Captured(q, k, v, scale, row, stream.prompt, softcap, sinks, out=out))
+            return out
 
         captured.clear()
         with override_attention(attention, keep):

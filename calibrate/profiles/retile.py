@@ -179,15 +179,16 @@ def _find_fastest(
     prompt = _make_inputs(geometry, length, where)
     stopping = _with_density(prompt, config, density)
     best: tuple[TileConfig | None, Timing | None] = None, None
-    least = math.inf
+    least, dense_seconds = math.inf, None
     tiles = list_legal_tiles(config, candidates)
     compile_ahead(map(prompt.s2o, with_tiles(stopping, tiles)))
     for tile in tiles:
         try:
-            timing = time_against_dense(prompt.s2o(stopping.with_tile(tile)), prompt.dense, where, least)
+            timing = time_against_dense(prompt.s2o(stopping.with_tile(tile)), prompt.dense, where, dense_seconds)
         except FAILURES as failure:
             log.warning("tile %s failed: %s", tile, describe_failure(failure))
             continue
+        dense_seconds = timing.dense_seconds
         seconds = timing.seconds * (1.0 if tile.block_m == config.tile.block_m else OTHER_HEIGHT)
         if seconds < least:
             best, least = (tile, timing), seconds

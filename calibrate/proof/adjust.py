@@ -2,8 +2,8 @@
 
 A candidate is changed in two places, and both return a new candidate. While the adjust prompts move through the model,
 each layer is moved along one scale, its share of the error that it spends (`adjust_layer`), and is run again before the
-next layer sees it. After all layers, a length that lost needles gets half its budget, and a length whose prefill was
-slower than the dense one becomes dense (`tighten`).
+next layer sees it. After all layers, a length that lost needles gets half its budget (`tighten`). A layer that is then
+slower than dense attention becomes dense (`make_slower_dense`), so no length is slower than the dense model.
 
 The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less or
 more, and how much it varies between prompts differs from layer to layer. So a layer is given more, or less, until
@@ -152,36 +152,27 @@ def compute_allowed_growth(proof: LayerProof, limit: float, recipe: Recipe, laye
 
 
 def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
-    """Change the lengths at which a proof failed as a whole.
+    """Give half its budget to each length that lost needles; to the bucket that it follows if it is only checked.
 
-    A length whose prefill was slower than the dense one becomes dense. Any other length that lost needles gets half
-    its budget; if it is only checked, the bucket that it follows does. Layers of checked lengths that follow one of
-    these start again from it.
+    Layers of checked lengths that follow one of these start again from it.
 
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those that follow them.
     """
     chosen = dict(candidate.chosen)
-    slower = select_lengths(candidate.problems, ProblemKind.SLOWER)
-    lost = select_lengths(candidate.problems, ProblemKind.LOST_NEEDLES) - slower
-    halved = {candidate.find_bucket(length) for length in lost}
-    for length in chosen.keys() & (halved | slower):
+    lost = select_lengths(candidate.problems, ProblemKind.LOST_NEEDLES)
+    changed = {candidate.find_bucket(length) for length in lost}
+    for length in changed:
         choices = [
-            choice.as_dense(CalibrationDense.SLOWER_PREFILL)
-            if length in slower
-            else choice
-            if choice.why_dense
-            else choice.spending(0.5 * choice.budget.mse)
+            choice if choice.why_dense else choice.spending(0.5 * choice.budget.mse)
             for choice in chosen[length].choices
         ]
         chosen[length] = replace(chosen[length], choices=choices)
-    changed = halved | slower
     changed |= {length for length in candidate.recipe.checked_lengths if candidate.find_bucket(length) in changed}
     changed_candidate = replace(
         candidate,
         chosen=chosen,
         overrides={key: config for key, config in candidate.overrides.items() if key[0] not in changed},
-        dense_lengths=candidate.dense_lengths | (slower - set(chosen)),
         tightened=Counter({key: times for key, times in candidate.tightened.items() if key[0] not in changed}),
         first_errors={key: error for key, error in candidate.first_errors.items() if key[0] not in changed},
     )
@@ -189,12 +180,8 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
 
 
 def judge(candidate: Candidate) -> tuple[Problem, ...]:
-    """Return why a candidate's proof failed: layers over their limit, then lengths that lost needles or are slower."""
-    return (
-        *find_layers_over_limit(candidate),
-        *find_lost_needles(candidate.proofs, candidate.recipe),
-        *find_slower_lengths(candidate),
-    )
+    """Return why a candidate's proof failed: layers over their limit, then lengths that lost needles."""
+    return (*find_layers_over_limit(candidate), *find_lost_needles(candidate.proofs, candidate.recipe))
 
 
 def find_layers_over_limit(candidate: Candidate) -> tuple[Problem, ...]:
@@ -207,26 +194,6 @@ def find_layers_over_limit(candidate: Candidate) -> tuple[Problem, ...]:
         for limit in (candidate.limits[length, layer],)
         # also where it is no number
         if not proof.limited_error(recipe) <= limit and not candidate.layer_config(layer, length).is_dense
-    )
-
-
-def find_slower_lengths(candidate: Candidate) -> tuple[Problem, ...]:
-    """Find the lengths whose prefill takes longer than the dense one.
-
-    A CPU has none, because times are not the objective there. A length whose layers are all dense is not one either:
-    it runs the same as dense, whatever its times are.
-    """
-    return tuple(
-        Problem(
-            ProblemKind.SLOWER,
-            length,
-            f"the prefill of {length} tokens takes {proof.prefill_seconds * 1e3:.1f} ms, dense "
-            f"{proof.dense_prefill_seconds * 1e3:.1f} ms",
-        )
-        for length, proof in candidate.proofs.items()
-        if candidate.device.kind == "cuda"
-        and proof.prefill_seconds > TIMING_TOLERANCE * proof.dense_prefill_seconds
-        and not all(candidate.layer_config(layer, length).is_dense for layer in range(len(proof.layers)))
     )
 
 
@@ -246,33 +213,24 @@ def find_slower_layers(candidate: Candidate) -> frozenset[LengthAndLayer]:
     )
 
 
-def make_slower_dense(candidate: Candidate, *, layers: bool = True, lengths: bool = True) -> Candidate:
+def make_slower_dense(candidate: Candidate) -> Candidate:
     """Make dense what was measured slower than dense attention; the candidate itself if there is nothing.
 
     Every other layer keeps its configuration. The measurements stay those of before.
-
-    layers: whether layers become dense whose own attention is slower. lengths: whether all layers of a length become
-    dense whose prefill is slower and that has no such layer.
     """
-    slower_layers = find_slower_layers(candidate) if layers else frozenset()
-    slower_lengths = select_lengths(find_slower_lengths(candidate), ProblemKind.SLOWER) if lengths else frozenset()
-    slower_lengths -= {length for length, _ in slower_layers}
-    dense = [key for key in sorted(candidate.configs) if key in slower_layers or key[0] in slower_lengths]
-    if dense:
+    slower_layers = sorted(find_slower_layers(candidate))
+    if slower_layers:
         # Checked lengths are fixed first, or they would follow the buckets that become dense.
         fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}
         candidate = replace(candidate, overrides={**candidate.overrides, **fixed})
-    for length, layer in dense:
-        reason = CalibrationDense.SLOWER_PREFILL
-        if (length, layer) in slower_layers:
-            log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
-            reason = CalibrationDense.SLOWER_ATTENTION
-        candidate = candidate.with_share(layer, length, 0.0, reason)
+    for length, layer in slower_layers:
+        log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
+        candidate = candidate.with_share(layer, length, 0.0, CalibrationDense.SLOWER_ATTENTION)
     return candidate
 
 
 def remeasure(prover: Prover, prompts: Prompts, proven: Candidate, changed: Candidate) -> Candidate:
-    """Measure the lengths again that changed since the proof; layers, then lengths, that are slower become dense.
+    """Measure the lengths again that changed since the proof; layers that are slower then become dense.
 
     No layer is tightened: densities, times and predictions in the record are to be of what is written. The certificate
     of a layer holds all the more if it becomes dense. Needles that are lost now, although layers became more careful,
@@ -288,21 +246,10 @@ def remeasure(prover: Prover, prompts: Prompts, proven: Candidate, changed: Cand
             again = {length: prompts[length] for length in prompts if length in lengths}
             _, measured = shown.prove(candidate, again)
         proven = replace(candidate, proofs={**candidate.proofs, **measured})
-        candidate = make_slower_dense(proven, layers=is_first)  # layers once: times that tie vary
+        candidate = make_slower_dense(proven) if is_first else proven  # once: times that tie vary
         is_first = False
     problems = find_lost_needles(candidate.proofs, candidate.recipe)
     return replace(candidate, problems=(*candidate.problems, *problems))
-
-
-def without_slower_lengths(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
-    """Return the proof with lengths dense that its last attempt left slower than dense: time is no reason to fail.
-
-    Of a length whose prefill is slower those layers become dense whose attention is; all, if no layer alone is slower.
-    """
-    if not find_slower_lengths(proven):
-        return proven
-    changed = replace(make_slower_dense(proven), problems=find_layers_over_limit(proven))
-    return remeasure(prover, prompts, proven, changed)
 
 
 def describe_over_limit(length: int, layer: int, proof: LayerProof, limit: float, recipe: Recipe) -> Problem:

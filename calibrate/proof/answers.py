@@ -23,7 +23,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import DynamicCache
 
-from calibrate.model.layers import Calls, DecoderLayer, Stream, begin, list_decoder_layers, put_layer_on_device
+from calibrate.model.estimate import has_plenty_of_memory
+from calibrate.model.layers import (
+    Calls,
+    DecoderLayer,
+    Stream,
+    begin,
+    list_decoder_layers,
+    put_layer_on_device,
+    run_in_pieces,
+)
 from calibrate.model.logits import Logits, compare_log_probs, put_logits_on_device
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
@@ -34,6 +43,7 @@ from calibrate.proof.layers import (
     LayerConfigAt,
     LayerHistory,
     ProofItem,
+    list_compared_rows,
     make_layer_state,
 )
 from calibrate.proof.verify import Prover
@@ -45,7 +55,7 @@ from s2o_runtime.reference.dense import use_sdpa_backend
 
 NOISE = "noise"  # the variant that is dense attention by another kernel
 CACHE_BYTES = 16 << 30  # that copies of a prompt's cache may have, for turns that run at once
-KEPT_PROMPTS = 32  # whose dense answers a worker keeps, in the host's memory: 0.1 GB each with 150000 words
+KEPT_PROMPTS = 32  # whose dense answers a worker keeps: 0.3 GB each with 150000 words
 MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each of its tokens
 Patch = Callable[[], AbstractContextManager[None]]  # inside the block a prefill is another variant's
 
@@ -150,7 +160,8 @@ class AnswersItem(ProofItem):
         with self.within_memory(worker, "answering questions"):
             if not self.own:
                 return [list(map(asdict, answers)) for answers in read_by_layer(worker, prompts, patches)]
-            with loaded.weights.put_on_device(loaded.model):
+            modules = [layer.module for layer in list_decoder_layers(loaded.model)]
+            with loaded.weights.put_on_device(loaded.model), run_in_pieces(modules):
                 (prompt,) = prompts
                 dense = keep_dense_answers(worker, prompt)
                 return [[asdict(compare_answers(loaded, prompt, dense, patch)) for patch in patches]]
@@ -210,9 +221,19 @@ class DenseAnswers:
 
 
 def keep_dense_answers(worker: WorkerState, prompt: Prompt) -> DenseAnswers:
-    """Return the dense model's answers, which the worker keeps for other variants."""
-    known, name = worker.dense["answers"], prompt.sha256
-    dense: DenseAnswers = known.pop(name, None) or answer_densely(worker.loaded, prompt)
+    """Return the dense model's answers, which the worker keeps for other variants, and for the proof what it reads."""
+    known, states, name = worker.dense["answers"], worker.dense["hidden states"], prompt.sha256
+
+    def keep_states(layer: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if name not in states:  # later passes are of turns
+            hidden = output[0] if isinstance(output, tuple) else output
+            states[name] = hidden[:, list_compared_rows(prompt).to(hidden.device)].cpu()
+
+    hook = list_decoder_layers(worker.loaded.model)[-1].module.register_forward_hook(keep_states)
+    try:
+        dense: DenseAnswers = known.pop(name, None) or answer_densely(worker.loaded, prompt)
+    finally:
+        hook.remove()
     known[name] = dense  # the last one now
     if len(known) > KEPT_PROMPTS:
         del known[next(iter(known))]
@@ -220,12 +241,16 @@ def keep_dense_answers(worker: WorkerState, prompt: Prompt) -> DenseAnswers:
 
 
 def answer_densely(loaded: LoadedModel, prompt: Prompt) -> DenseAnswers:
-    """Let the dense model answer, each question by itself and then the next one behind it; into the host's memory."""
+    """Let the dense model answer, each question by itself and then the next one behind it.
+
+    The result is in the host's memory, or where the GPU's is plenty in that, which spares copying it for each variant.
+    """
     cache, last = prefill(loaded, prompt)
     questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
     turns = Turns.from_questions(revise_answers(loaded, cache, questions))
-    log_probs = follow(loaded, cache, turns.ids, turns.rows).cpu()
-    return DenseAnswers.from_log_probs(prompt, turns, last, log_probs)
+    log_probs = follow(loaded, cache, turns.ids, turns.rows)
+    kept = log_probs if has_plenty_of_memory(log_probs.device) else log_probs.cpu()
+    return DenseAnswers.from_log_probs(prompt, turns, last, kept)
 
 
 def revise_answers(loaded: LoadedModel, cache: Any, questions: Sequence[Question]) -> Sequence[Question]:

@@ -44,19 +44,18 @@ EIGHTH_ROOM = 2.0  # times the budget that answers about one eighth of the promp
 log = logging.getLogger("calibrate")
 
 
-def certify_answers(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
-    """Certify the answers behind what was proven, with less of what layers spend where that does not hold.
+def certify_answers(prover: Prover, prompts: Prompts, candidate: Candidate) -> Candidate:
+    """Certify the answers behind a candidate, with less of what layers spend where that does not hold.
 
     Args:
         prover, prompts: measures the certify prompts, by length in tokens.
-        proven: a proof that holds.
+        candidate: as scaled to answers. Layers that its proof makes more careful do not weaken the certificate.
 
     Returns:
         The candidate with its certificate, as reduced for it, and a problem for each length where the budget or
         retrieval is not shown.
     """
-    candidate, certificates = proven, dict[int, CertifiedLength]()
-    problems = list[Problem | None](proven.problems)
+    certificates, problems = dict[int, CertifiedLength](), list[Problem | None]()
     for length in candidate.lengths:
         length_prompts = prompts.get(length, ())
         if problem := check_groups(length, length_prompts):

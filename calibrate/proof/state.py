@@ -40,7 +40,6 @@ class ProblemKind(Enum):
 
     OVER_LIMIT = "allow more error or calibrate on more prompts (--num-prompts)"
     LOST_NEEDLES = "allow less error, a smaller --worst-rows, or ask for fewer needles (--keep-needles)"
-    SLOWER = "calibrate for longer prompts (--lengths), or leave these dense"
     TOO_FEW = "certify on more text (--num-certify, --prompts), or not at all (--num-certify 0)"
     NOT_SHOWN = "allow more error, or certify on more prompts (--num-certify)"
 
@@ -71,7 +70,6 @@ class Candidate:
         model_name, geometry, fingerprint, device: those of the profile.
         chosen: the search's result at each calibrated length (bucket), its layers' choices as changed since.
         overrides: configurations of layers that were made dense, or that were changed at a length without curves.
-        dense_lengths: checked lengths that are dense as a whole.
         adjusted: how often the spending of a layer was changed within its limit.
         tightened: how often a layer was given less because its error was over its limit.
         first_errors: the error of such a layer before the first time, in the budget's unit.
@@ -87,7 +85,6 @@ class Candidate:
     device: DeviceIdentity
     chosen: Mapping[int, SearchResult]
     overrides: Mapping[LengthAndLayer, LayerConfig] = field(default_factory=dict)
-    dense_lengths: frozenset[int] = frozenset()
     adjusted: Counter[LengthAndLayer] = field(default_factory=Counter)
     tightened: Counter[LengthAndLayer] = field(default_factory=Counter)
     first_errors: Mapping[LengthAndLayer, float] = field(default_factory=dict)
@@ -137,14 +134,13 @@ class Candidate:
         """Return a layer's configuration at a length.
 
         A length that is not calibrated follows the bucket nearest to it, unless the layer was changed at this very
-        length or the length is dense as a whole.
+        length.
         """
         if (length, layer) in self.overrides:
             return self.overrides[length, layer]
         if length in self.chosen:
             return self.chosen[length].choices[layer].config
-        config = self.layer_config(layer, self.find_bucket(length))
-        return config.as_dense() if length in self.dense_lengths else config
+        return self.layer_config(layer, self.find_bucket(length))
 
     def with_share(
         self, layer: int, length: int, share: float, why_dense: CalibrationDense = CalibrationDense.OVER_LIMIT
@@ -180,10 +176,10 @@ class Candidate:
     def build_profile(self) -> Profile:
         """Return the profile of this candidate, without a record.
 
-        It has the calibrated lengths. If a layer was changed at a checked length, or a checked length is dense, it
-        has every length, each as it was proven: one new bucket may be nearer to another checked length.
+        It has the calibrated lengths. If a layer was changed at a checked length, it has every length, each as it was
+        proven: one new bucket may be nearer to another checked length.
         """
-        follow = not self.dense_lengths and all(length in self.chosen for length, _ in self.overrides)
+        follow = all(length in self.chosen for length, _ in self.overrides)
         lengths = self.recipe.lengths if follow else tuple(sorted(self.lengths))
         layers = range(self.geometry.layers)
         configs = tuple(tuple(self.layer_config(layer, length) for layer in layers) for length in lengths)

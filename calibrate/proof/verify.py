@@ -7,7 +7,6 @@ the results, and change what is not good enough.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,13 +34,13 @@ from calibrate.proof.layers import (
     make_layer_state,
 )
 from calibrate.recipe import Budget, Recipe
-from calibrate.timing import FLUSHES, LONG_CALL_S, measure_medians
+from calibrate.timing import FLUSHES, measure_medians
 from calibrate.work.executor import Executor, MeasurementBatch, WorkerState, measure_items
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.call import Scoring
 
-GPU_ROUNDS = 3
+ROUNDS = 3  # of each time, after one that is not counted
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 EIGHTH_OVER_LIMIT = 1.5  # times its limit that a layer's error may be in any eighth of the prompts
 
@@ -270,7 +269,9 @@ class LayerTime(ProofItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
     Its result has the seconds of the whole layer as `patched` and `dense`, and on a GPU, for a layer of full attention,
-    those of attention alone, S2O and dense, as `attention`.
+    those of attention alone, S2O and dense, as `attention`. S2O's attention is timed in each layer. Dense attention and
+    a layer's other parts are the same work wherever parameters have the same shapes: they are timed in the first layer
+    of each such form.
     """
 
     prompt: str  # its hash
@@ -300,53 +301,41 @@ class LayerTime(ProofItem):
             forward.move_to(self.number, self.history)
             with forward.enter_next_layer() as (layer, stream):
                 if layer.row is None:  # both prefills have it
-                    seconds = _time_calls({"layer": lambda: layer.dense(stream)}, layer.device)["layer"]
+                    seconds, _ = self._time_form(worker, layer, stream, None)
                     return {"patched": seconds, "dense": seconds}
-                config, outputs = self.history.configs[layer.row], list[Stream]()
-                state = make_layer_state(layer, config, chunks=False)
+                config, calls = self.history.configs[layer.row], dict[str, Callable[[], Any]]()
 
-                def patched() -> None:
-                    outputs[:] = [layer.patched(stream, state)]
+                def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
+                    calls["s2o"] = partial(s2o_attention, q, k, v, config.config, **scoring.arguments())
+                    calls["dense"] = partial(fastest_dense_attention, q, k, v, scoring)
 
-                calls = {"patched": patched, "dense": lambda: layer.dense(stream)}
-                times: dict[str, Any] = {**_time_calls(calls, layer.device)}
-                if layer.device.type == "cuda":
-                    times["attention"] = _time_attention(layer, stream, config)
+                output = layer.patched(stream, make_layer_state(layer, config, keep, chunks=False))
                 if config.chunk is None:  # in chunks the output is another one
-                    forward.tried = config, outputs[0]
-        return times
+                    forward.tried = config, output
+                others, dense = self._time_form(worker, layer, stream, calls["dense"])
+                s2o = _time_call(calls["s2o"], layer.device)
+                if s2o > dense:  # that would make the layer dense, so it must be no hiccup
+                    s2o, dense = (
+                        min(s2o, _time_call(calls["s2o"], layer.device)),
+                        min(dense, _time_call(calls["dense"], layer.device)),
+                    )
+        attention = {"attention": (s2o, dense)} if layer.device.type == "cuda" else {}
+        return {"patched": others + s2o, "dense": others + dense, **attention}
+
+    def _time_form(
+        self, worker: WorkerState, layer: DecoderLayer, stream: Stream, attention: Callable[[], Any] | None
+    ) -> tuple[float, float]:
+        """Return the seconds of a layer's other parts and of its dense attention, which is nothing without a call."""
+        forms: dict[Hashable, tuple[float, float]] = worker.cached("times of forms", dict)
+        shapes = tuple((name, parameter.shape) for name, parameter in layer.module.named_parameters())
+        form = self.length, attention is None, type(layer.module), shapes
+        if form not in forms:
+            dense = _time_call(attention, layer.device) if attention else 0.0
+            forms[form] = _time_call(partial(layer.dense, stream), layer.device, LAYER_FLUSHES) - dense, dense
+        return forms[form]
 
 
-def _time_calls(
-    calls: Mapping[str, Callable[[], Any]], device: torch.device, flushes: int = LAYER_FLUSHES
-) -> dict[str, float]:
-    """Time calls, in seconds: medians on a GPU, of one run if they are long; one run by the clock on a CPU.
-
-    flushes: as `measure_medians` takes it.
-    """
-    if device.type == "cuda":
-        once = measure_medians(calls, device, 1, flushes)
-        is_long = min(once.values()) > LONG_CALL_S
-        return once if is_long else measure_medians(calls, device, GPU_ROUNDS, flushes)
-    seconds = {}
-    for name, call in calls.items():
-        start = time.perf_counter()
-        call()
-        seconds[name] = time.perf_counter() - start
-    return seconds
-
-
-def _time_attention(layer: DecoderLayer, stream: Stream, config: LayerConfigAt) -> tuple[float, float]:
-    """Return median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
-    calls: dict[str, Callable[[], Any]] = {}
-
-    def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-        calls["s2o"] = partial(s2o_attention, q, k, v, config.config, **scoring.arguments())
-        calls["dense"] = partial(fastest_dense_attention, q, k, v, scoring)
-
-    layer.patched(stream, make_layer_state(layer, config, keep, chunks=False))
-    times = _time_calls(calls, layer.device, FLUSHES)
-    if times["s2o"] > times["dense"]:  # that would make the layer dense, so it must be no hiccup
-        again = _time_calls(calls, layer.device, FLUSHES)
-        times = {name: min(seconds, again[name]) for name, seconds in times.items()}
-    return times["s2o"], times["dense"]
+def _time_call(call: Callable[[], Any], device: torch.device, flushes: int = FLUSHES) -> float:
+    """Return the median seconds of a call; on a CPU, where times decide nothing, of one round."""
+    rounds = ROUNDS if device.type == "cuda" else 1
+    return measure_medians({"call": call}, device, rounds, flushes)["call"]

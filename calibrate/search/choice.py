@@ -36,7 +36,6 @@ class CalibrationDense(Enum):
     OVER_LIMIT = "the held-out error stayed over the limit"
     OVER_BOUND = "the certified bound stayed over the limit"
     SLOWER_ATTENTION = "attention was measured slower than dense"
-    SLOWER_PREFILL = "the prefill was not faster than dense"
 
 
 class SearchPoint(NamedTuple):

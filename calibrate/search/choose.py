@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from calibrate.search.choice import (
     warn_of_unspent,
 )
 from calibrate.search.study import LayerSearch, Studies
-from calibrate.timing import FAILURES, MAX_SLOWDOWN, Timing, describe_failure, time_against_dense
+from calibrate.timing import FAILURES, Timing, describe_failure, time_against_dense
 from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, run_at_once
 from s2o_runtime.config import LayerConfig, TileConfig
 
@@ -88,11 +88,9 @@ def choose(
     studies = Studies(recipe, executor.name, executor.device.name)
     on_gpu = executor.device.kind == "cuda"
 
-    def time_config(length: int, layer: int, config: LayerConfig, best: float) -> Timing:
+    def time_config(length: int, layer: int, config: LayerConfig) -> Timing:
         prompt = prompts.calibration[length][0].sha256
-        return _time_call(
-            CallTime(layer, length, prompt, config, best, tuple(tiles[length]), likely), executor, journal
-        )
+        return _time_call(CallTime(layer, length, prompt, config, tuple(tiles[length]), likely), executor, journal)
 
     def search_group(search: LayerSearch) -> LayerPlan:
         def report_trial() -> None:
@@ -176,18 +174,17 @@ class CallTime(WorkItem):
 
     Its result is a `Timing` as a mapping, or a text: why the GPU cannot run the configuration. A configuration that
     needs other kernels than those before it has them compiled for `tiles`, those of other trials, and for `likely`,
-    configurations that are timed later. best: the seconds of the best configuration so far.
+    configurations that are timed later.
     """
 
     layer: int
     length: int
     prompt: str
     config: LayerConfig
-    best: float
     tiles: tuple[TileConfig, ...] = ()
     likely: tuple[LayerConfig, ...] = ()
     stage: str = "search"
-    kind: ClassVar[str] = "timing"
+    kind: ClassVar[str] = "call"
     timed: ClassVar[bool] = True
 
     @property
@@ -213,7 +210,7 @@ class CallTime(WorkItem):
         try:
             dense_seconds: dict[Hashable, float] = worker.cached("seconds of dense attention", dict)
             s2o, device = captured.s2o(self.config), captured.q.device
-            timing = time_against_dense(s2o, captured.dense, device, self.best, dense_seconds.get(self.affinity))
+            timing = time_against_dense(s2o, captured.dense, device, dense_seconds.get(self.affinity))
             dense_seconds[self.affinity] = timing.dense_seconds
             return asdict(timing)
         except FAILURES as failure:
@@ -228,7 +225,7 @@ class CallTime(WorkItem):
         kept = worker.cached("captured", CapturedLayers)
         if (captured := kept.find(self.affinity)) is None:
             for captured in get_forward(worker, (self.prompt,)).inputs_up_to(self.layer):
-                kept.add((self.length, captured.layer), captured)
+                kept.add((self.length, captured.layer), replace(captured, out=None))  # calls need no truth
         assert captured is not None
         return captured
 
@@ -271,14 +268,12 @@ def _count_bytes(captured: Captured) -> int:
 def _time_call(item: CallTime, executor: Executor, journal: Journal) -> Timing:
     """Return the time of a configuration on a layer's inputs, from the journal if it is there.
 
-    A time that was given up as hopeless is taken again if it is not hopeless against the item's `best` seconds.
-
     Raises:
         RuntimeError: the GPU cannot run the configuration. That is not kept: another run may have more memory.
     """
     key = {**item.key, **gpu_key(executor.device)}
     timing = journal.get(item.kind, key)
-    if timing is None or (timing["rejected"] and timing["seconds"] <= MAX_SLOWDOWN * item.best):
+    if timing is None:
         timing = executor.submit(item).result()
         if isinstance(timing, str):
             raise RuntimeError(timing)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -38,11 +37,12 @@ from s2o_runtime.errors import ConfigError, ResourceError
 log = logging.getLogger("calibrate")
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are logged here, in one line each
 
-# times the least predicted cost: dearer points get no trial. In past searches the ratio of measured to predicted cost
-# varied between a model's layers by 5 to 18% (calibrate-*-h200.json in docs/results).
-MAX_PREDICTED_COST = 1.3
+# times the least predicted cost: dearer points get no trial. In 20 searches the fastest point's prediction was at most
+# 1.08 times the least: the ratio of measured to predicted cost varies within a layer by 1.3 to 9.2%
+# (docs/results/search-trials-h200.txt).
+MAX_PREDICTED_COST = 1.15
 
-Timer = Callable[[LayerConfig, float], Timing]  # times a configuration, given the best seconds so far
+Timer = Callable[[LayerConfig], Timing]  # times a configuration
 
 
 class TrialFailedError(Exception):
@@ -217,8 +217,7 @@ class LayerSearch:
         """Return the choice with its time, on a GPU."""
         if self.timer is None:
             return choice
-        best = min((tried.cost for tried in self.tried.values()), default=math.inf)
-        return replace(choice, timing=self.timer(choice.config, best))
+        return replace(choice, timing=self.timer(choice.config))
 
     def _count_failure(self, point: SearchPoint, failure: Exception) -> str:
         """Count and log the reason why a point failed, and return it."""

@@ -27,6 +27,7 @@ from s2o_runtime.tiles import DECODE, list_candidate_tiles
 
 CPU_TILES = tuple(TileConfig(block_m, 64, chunk) for block_m in (64, 128) for chunk in (2, 4, 8))
 MAX_SLOWDOWN = 1.2  # times the fastest tile: slower ones get no trial
+TIE = 1.02  # times the fastest of one size: the first within it is taken, each time the same
 LONGEST = 32768  # tiles are compared at this length at most
 ROUNDS = 3
 
@@ -47,7 +48,8 @@ def choose_tiles(
     """Choose the tiles to try for a model: on a GPU those nearly the fastest for a whole prefix without any stop.
 
     A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
-    check are not told apart: which is best depends on where heads stop.
+    check are not told apart: which is best depends on where heads stop. Of those of one size, whose heads stop alike,
+    the fastest is tried, or the first that is nearly so (docs/results/search-trials-h200.txt).
 
     Returns:
         Those that get trials, the safe default first. The log says why the others do not.
@@ -87,8 +89,13 @@ def choose_tiles(
         raise InputError(f"no tile runs on this GPU ({cause}): leave the model dense, or calibrate with --device cpu")
     fastest = min(seconds.values())
     for tile, tile_seconds in seconds.items():
+        size = tile.rows, tile.block_n  # which decide with the stride where heads stop
+        alike = [other for other in seconds if (other.rows, other.block_n) == size]
+        first = next(other for other in alike if seconds[other] <= TIE * min(seconds[one] for one in alike))
         if tile_seconds > MAX_SLOWDOWN * fastest:
             excluded[tile] = f"{tile_seconds / fastest:.2f} times as slow as the fastest"
+        elif first != tile:
+            excluded[tile] = f"{first} has its size and is as fast or faster"
     for tile, cause in excluded.items():
         log.info("tile %s gets no trial: %s", str(tile), cause)
     return tuple(tile for tile in legal if without_stride(tile) not in excluded)

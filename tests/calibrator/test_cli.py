@@ -173,7 +173,7 @@ def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, pl
 
 
 @pytest.mark.parametrize(("kinds", "phrases", "never"), [
-    (["OVER_LIMIT", "OVER_LIMIT", "SLOWER"], ["allow more error", "--num-prompts", "longer prompts"], "less error"),
+    (["OVER_LIMIT", "OVER_LIMIT", "TOO_FEW"], ["allow more error", "--num-prompts", "on more text"], "less error"),
     (["OVER_LIMIT", "LOST_NEEDLES"], ["allow less error", "--worst-rows", "--keep-needles"], "more error"),
 ])  # fmt: skip
 def test_what_helps_depends_on_what_failed(kinds, phrases, never):

@@ -129,8 +129,8 @@ def test_rows_that_stand_for_a_long_prompt_are_spread_evenly_over_it(segment):
     ranking = RankingConfig(320, lookback=256)
     parts = [count_window_pairs(range(begin, min(begin + 640, 1900)), ranking, 128) for begin in (0, 640, 1280)]
     assert sum(parts) == count_window_pairs(range(1900), ranking, 128)
-    assert trace_pass.sample_rows(16384, segment) is None
-    for length, every in ((32768, 2), (131072, 8), (131072 - 999, 7)):
+    assert trace_pass.sample_rows(16383, segment) is None
+    for length, every in ((32768, 4), (131072, 16), (131072 - 999, 15)):
         of_prompts = [trace_pass.sample_rows(length, segment, number) for number in range(every)]
         rows = [torch.tensor([*chain(*windows)]) for windows in of_prompts]
         assert all(window.start % segment == 0 for windows in of_prompts for window in windows)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen2Config
+from transformers import Qwen2Config
 
 from calibrate.model import estimate as module
 from calibrate.model.estimate import (
@@ -34,23 +34,13 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150109880320)
 CPU = DeviceIdentity("cpu", "cpu")
 FACTOR = 1.5  # what the plan promises
-SMOLLM2 = LlamaConfig(
-    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-    vocab_size=49152, tie_word_embeddings=True,
-)  # fmt: skip
 CODER = Qwen2Config(
     hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
     vocab_size=151936, tie_word_embeddings=False,
 )  # fmt: skip
 DEFAULTS = {"num_prompts": 5, "num_held_out": 10, "num_certify": 20, "budget_kl": 3e-3}
-CONFIGS = {"smollm2": SMOLLM2, "coder": CODER}
 ONE_7B = {"model": "qwen2.5-7b", "random_weights": True, "lengths": (32768,), "num_prompts": 8}
 PAIR = {"lengths": (8192, 32768)}
-
-
-def read_seconds(file):
-    took = re.search(r"^wrote .* in (\d+) s$|^TOTAL ([\d.]+) ", (RESULTS / file).read_text(), re.MULTILINE)
-    return float(took[1] or took[2])
 
 
 def read_json(file):
@@ -60,9 +50,6 @@ def read_json(file):
 def list_measured():
     """Options of the runs that were measured, with layers of other kinds and experts among them, and their seconds."""
     scaling = read_json("scaling-h200-x2.json")["runs"]
-    yield ONE_7B | {"num_certify": 19}, read_seconds("calibrate-7b-h200.txt")
-    yield ONE_7B | {"num_certify": 0}, read_seconds("calibrate-7b-memory-h200.txt")
-    yield {"model": "smollm2"} | PAIR, read_seconds("calibrate-smollm2-h200.txt")
     yield (
         {"model": "coder"} | PAIR | DEFAULTS,
         read_json("calibrate-qwen2.5-coder-1.5b-windows-h200.json")["calibration_seconds"],
@@ -83,7 +70,7 @@ def _memory_of_an_h200(monkeypatch):
 
 
 def model_of(name):
-    config = CONFIGS[name] if name in CONFIGS else load_config(name, random_weights=True)
+    config = CODER if name == "coder" else load_config(name, random_weights=True)
     return build_skeleton(config, torch.bfloat16, torch.device("cpu"))
 
 
@@ -114,15 +101,15 @@ def test_a_budget_of_answers_takes_phases_of_its_own_and_certifies_by_questions(
     of_layers, of_answers = (estimated(model="coder", **PAIR, **kl).seconds for kl in ({}, {"budget_kl": 2e-3}))
     added = ["measuring noise", "weighing layers by answers", "measuring answers"]
     assert [phase for phase in of_answers if phase not in of_layers] == added
-    assert all(of_answers[phase] == seconds for phase, seconds in of_layers.items() if phase != "certifying")
+    changed = {phase for phase, seconds in of_layers.items() if of_answers[phase] != seconds}
+    assert changed == {"proving", "certifying"}
+    assert [*of_answers][-2:] == ["certifying", "proving"] == [*of_layers][:-3:-1]  # in the order of the run
     more, most = (estimated(model="coder", **PAIR, budget_kl=2e-3, num_certify=count) for count in (64, 96))
     times = [of_answers["certifying"], more.seconds["certifying"], most.seconds["certifying"]]
     assert times[2] - times[1] == pytest.approx(times[1] - times[0])
     assert times[1] > 1.5 * times[0]
     assert more.verifying["proving"] > of_answers["measuring answers"]  # about as many prompts, by two kernels
-    assert (
-        1 < more.seconds["certifying"] / more.verifying["certifying"] < 2
-    )  # which is one attempt, and proves nothing again
+    assert 1 < more.seconds["certifying"] / more.verifying["certifying"] < 2  # which is one attempt
     streamed = estimated(model="llama-3.1-70b", lengths=(8192,), num_certify=1, budget_kl=2e-3).seconds
     assert all(streamed[phase] > 70.6e9 * 2 / module.READ for phase in (*added, "certifying"))
 

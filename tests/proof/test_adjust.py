@@ -20,14 +20,12 @@ from calibrate.proof.adjust import (
     TIGHTENINGS,
     adjust_layer,
     compute_allowed_growth,
-    find_slower_lengths,
     judge,
     make_slower_dense,
     prove_and_adjust,
     remeasure,
     tighten,
     tighten_layer,
-    without_slower_lengths,
 )
 from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_confidence, estimate_mean_bound
 from calibrate.proof.state import Problem, ProblemKind
@@ -98,23 +96,13 @@ def test_a_proof_holds_or_says_why_not(error, said):
     begun = with_proofs(candidate("cuda"), {length: {"needles": (19, 20)} for length in EVERY})
     assert judge(begun) == ()
     layers = (proof_of(error), begun.proofs[512].layers[1])
-    bad = {512: {"layers": layers}, 1024: {"needles": (18, 20), "prefill_seconds": 0.2}}
+    bad = {512: {"layers": layers}, 1024: {"needles": (18, 20)}}
     lost = "at 1024 tokens the patched model keeps 18 of the 20 needles that dense finds, 95% are asked for"
     assert judge(with_proofs(begun, bad)) == (
         Problem(ProblemKind.OVER_LIMIT, 512, f"layer 0 at 512 tokens has an error of {said}, 1.00e-04 is allowed"),
         Problem(ProblemKind.LOST_NEEDLES, 1024, lost),
-        Problem(ProblemKind.SLOWER, 1024, "the prefill of 1024 tokens takes 200.0 ms, dense 100.0 ms"),
     )
     assert [BEGUN.limits[768, layer] for layer in range(2)] == LIMITS[2048]  # of the longest bucket
-
-
-def test_slow_prefills_are_a_problem_on_a_gpu_only_and_where_not_all_is_dense():
-    slow = dict(
-        zip((*LENGTHS, *CHECKS), ({"prefill_seconds": one} for one in (0.101, 0.103, 0.1, 0.103)), strict=False)
-    )
-    begun = with_proofs(replace(candidate("cuda"), dense_lengths=frozenset({768})), slow)
-    assert [(problem.kind, problem.length) for problem in find_slower_lengths(begun)] == [(ProblemKind.SLOWER, 1024)]
-    assert find_slower_lengths(with_proofs(candidate("cpu"), slow)) == ()
 
 
 @pytest.mark.parametrize(
@@ -212,11 +200,10 @@ class PretendedProver:
     """Proves as `verify.Prover` does, without a model: layers have the errors that curves predict, or other ones.
 
     error: of a layer, from (candidate, length, layer). needles: kept and found, from (candidate, length). seconds: of
-    the prefill and of layer 1's attention, from (candidate, length); the dense ones take 0.1.
-    attempts: (lengths, candidate) that each proof began with.
+    layer 1's attention; dense attention takes 0.1. attempts: (lengths, candidate) that each proof began with.
     """
 
-    def __init__(self, error=None, needles=lambda *_: None, seconds=lambda *_: (0.1, None)):
+    def __init__(self, error=None, needles=lambda *_: None, seconds=None):
         self._error = error or (lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)))
         self._needles, self._seconds, self.attempts = needles, seconds, []
 
@@ -232,12 +219,10 @@ class PretendedProver:
                 while revised is not None:
                     candidate, proof = revised, proof_of(self._error(revised, length, layer), (0.95, 1.05))
                     revised = revise and revise(candidate, length, layer, proof)
-                attention = self._seconds(candidate, length)[1] if layer else None
-                proofs.append(replace(proof, seconds=attention, dense_seconds=attention and 0.1))
+                seconds = self._seconds if layer else None
+                proofs.append(replace(proof, seconds=seconds, dense_seconds=seconds and 0.1))
         return candidate, {
-            length: LengthProof(
-                tuple(proofs), 0.0, 1.0, self._needles(candidate, length), self._seconds(candidate, length)[0], 0.1
-            )
+            length: LengthProof(tuple(proofs), 0.0, 1.0, self._needles(candidate, length), 0.1, 0.1)
             for length, proofs in layers.items()
         }
 
@@ -250,24 +235,6 @@ def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
     for number, of_layers in enumerate(budgets):
         assert of_layers == pytest.approx([budget / 2**number for budget in budgets[0]])
     assert [(problem.kind, problem.length) for problem in result.problems] == [(ProblemKind.LOST_NEEDLES, 1024)]
-
-
-@pytest.mark.parametrize(
-    ("slow", "again", "dense"),
-    [(512, [512], {512}), (768, [768], {768}), (2048, [1536, 2048], {1536, 2048})],
-    ids=["shortest", "checked", "longest"],
-)
-def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
-    prover = PretendedProver(seconds=lambda candidate, length: (0.2 if length == slow else 0.1, None))
-    result = prove_and_adjust(prover, PROMPTS, candidate("cuda"))
-    assert result.met
-    assert [lengths for lengths, _ in prover.attempts] == [EVERY, again]
-    profile = result.build_profile()
-    for (length, layer), config in result.configs.items():
-        assert config.is_dense == (length in dense)  # what is checked follows the nearest bucket
-        assert profile.layer_config(layer, length) == config
-    if slow in LENGTHS:
-        assert {choice.why_dense for choice in result.chosen[slow].choices} == {CalibrationDense.SLOWER_PREFILL}
 
 
 @settings(deadline=None, max_examples=12)
@@ -310,7 +277,7 @@ def timed(begun, slower=()):
 def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     slower = {(1024, 1): 2.1e-3, (512, 0): 2.02e-3}  # the latter is a tie
     begun = timed(with_proofs(candidate("cuda")), slower)
-    left = make_slower_dense(begun, lengths=False)
+    left = make_slower_dense(begun)
     for place, config in begun.configs.items():
         assert left.configs[place] == (config.as_dense() if place == (1024, 1) else config)
     assert left.chosen[1024].choices[1].why_dense == CalibrationDense.SLOWER_ATTENTION
@@ -319,26 +286,11 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     assert make_slower_dense(untimed) is untimed
 
 
-@pytest.mark.parametrize("slow_layers", [{1}, set()], ids=["a-layer", "no-layer-alone"])
-def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
-    """After the last attempt, when nothing else would make it dense; what is over its limit stays a problem."""
-    slower = {(1024, number): 3e-3 if number in slow_layers else 2e-3 for number in range(2)}
-    begun = timed(with_proofs(candidate("cuda"), {1024: {"prefill_seconds": 3.0}}), slower)
-    begun, prover = replace(begun, problems=judge(begun)), PretendedProver()
-    left = without_slower_lengths(prover, PROMPTS, begun)
-    assert (begun.met, left.met) == (False, True)
-    assert [lengths for lengths, _ in prover.attempts] == [[1024]]
-    became_dense = {(1024, layer) for layer in slow_layers or {0, 1}}
-    for place, config in begun.configs.items():
-        assert left.configs[place] == (config.as_dense() if place in became_dense else config)
-    assert without_slower_lengths(prover, PROMPTS, left) is left
-
-
 @pytest.mark.parametrize(("needles", "problems"), [(None, 0), ((2, 2), 0), ((1, 2), 0), ((0, 2), 1)])
 def test_what_the_certificate_left_slower_becomes_dense_and_needles_it_lost_are_a_problem(needles, problems):
     """A written profile must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
     begun = timed(with_proofs(candidate("cuda")))
-    prover = PretendedProver(needles=lambda *_: needles, seconds=lambda *_: (0.1, 0.2))
+    prover = PretendedProver(needles=lambda *_: needles, seconds=0.2)
     left = remeasure(prover, PROMPTS, begun, begun.with_share(0, 1024, 0.0))
     assert [left.configs[1024, layer].is_dense for layer in range(2)] == [True, True]
     assert left.chosen[1024].choices[1].why_dense == CalibrationDense.SLOWER_ATTENTION

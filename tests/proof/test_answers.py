@@ -131,10 +131,15 @@ def test_needles_are_those_that_the_proof_counts(loaded, monkeypatch):
             ids[place] = loaded.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
         spans.append((begin, begin + 3))
     ids[spans[3][0]] = (ids[spans[3][0]] + 1) % 98
-    prompts, source = [Prompt(ids, tuple(spans))], with_taus(loaded, 3.0, 3.0)
+    prompts, source, streams = [Prompt(ids, tuple(spans))], with_taus(loaded, 3.0, 3.0), []
+    forward = layers.LayerwiseForward
+    monkeypatch.setattr(layers, "LayerwiseForward", lambda model, of: streams.append(len(of)) or forward(model, of))
     with open_local_executor(loaded) as executor:
         prover = Prover(executor)
         ((counted,),) = measure_answers(prover, prompts, [source])
         _, proofs = prover.prove(source, {600: prompts}, timed=False)
     assert proofs[600].needles == (counted.kept, counted.found)
+    with open_local_executor(loaded) as executor:  # the dense model reads the prompt anew, beside the patched one
+        assert Prover(executor).prove(source, {600: prompts}, timed=False)[1] == proofs
+    assert streams == [1, 2]
     assert 0 < counted.kept < counted.found < len(spans)

@@ -305,3 +305,19 @@ def test_layers_are_timed_in_as_many_parts_as_there_are_workers(monkeypatch):
     times = Prover(executor)._add_times({512: proof}, {512: LayerHistory()})[512]
     assert (times.prefill_seconds, times.dense_prefill_seconds) == (5.0, 10.0)
     assert [item.affinity for item in timed] == [(512, 0), (512, 0), (512, 0), (512, 1), (512, 1)]
+
+
+def test_what_layers_of_one_form_share_is_timed_in_the_first(tiny_folder, monkeypatch):
+    """S2O's attention in each; where it is slower than dense attention, both again."""
+    asked = []
+    seconds = {"s2o_attention": [1.5, 5.0, 3.0], "fastest_dense_attention": [4.0, 4.5], "dense": [10.0]}
+
+    def medians(calls, device, rounds, flushes):
+        (call,) = calls.values()
+        asked.append(call.func.__name__)
+        return {"call": seconds[asked[-1]].pop(0)}
+
+    monkeypatch.setattr(verify, "measure_medians", medians)
+    proof = prove_all(stream(tiny_folder, False), SPARSE, random_prompts(260))[260]
+    assert asked == ["fastest_dense_attention", "dense", *["s2o_attention"] * 3, "fastest_dense_attention"]
+    assert (proof.prefill_seconds, proof.dense_prefill_seconds) == (2 * 6.0 + 1.5 + 3.0, 2 * 10.0)

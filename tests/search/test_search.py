@@ -136,11 +136,8 @@ def seconds_of(config):
 
 
 def test_on_a_gpu_time_decides(curves, every_point):
-    calls = []
-
-    def timer(config, best):
-        calls.append((seconds_of(config), best))
-        return Timing(seconds_of(config), 0.0, 1.0, 1.0, 3)
+    def timer(config):
+        return Timing(seconds_of(config), 1.0)
 
     search = make_search(curves, timer, trials=30)
     choice = run(search)
@@ -148,13 +145,11 @@ def test_on_a_gpu_time_decides(curves, every_point):
     assert (choice.point, choice.why_dense) == (SearchPoint(128, TILES[2]), None)
     cheapest = min(search.tried.values(), key=lambda tried: tried.allocation.cost)
     assert cheapest.point != choice.point  # what is predicted would have chosen another
-    for index, (_, best) in enumerate(calls):
-        assert best == min((seconds for seconds, _ in calls[:index]), default=math.inf)
 
 
 def test_a_neighbours_best_point_is_taken_with_ones_own_budget_and_what_is_slow_is_dense(curves):
     """Whatever it is: cheaper points are not looked for."""
-    point, slow = SearchPoint(128, TILES[1]), make_search(curves, lambda *_: Timing(0.0015, 0.0, 1.0, 0.001, 7))
+    point, slow = SearchPoint(128, TILES[1]), make_search(curves, lambda *_: Timing(0.0015, 0.001))
     choice = make_search(curves).apply_point(point)
     assert choice.point == point
     assert choice.config == build_plan(point, curves, LayerBudget.from_recipe(curves, recipe())).config
@@ -179,10 +174,10 @@ def test_a_neighbours_best_point_is_taken_with_ones_own_budget_and_what_is_slow_
     ids=lambda value: type(value).__name__,
 )
 def test_failures_are_counted_by_reason_unless_they_are_bugs(failure, why, runs, curves, every_point, caplog):
-    def timer(config, best):
+    def timer(config):
         if config.tile != runs:
             raise failure
-        return Timing(0.5, 0.5, 0.5, 1.0, 3)
+        return Timing(0.5, 1.0)
 
     search = make_search(curves, timer, trials=20)
     if why is None:
@@ -210,7 +205,7 @@ def test_an_error_outside_the_timed_call_is_not_a_failed_trial(curves, monkeypat
 
     monkeypatch.setattr(study, "build_plan", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        run(make_search(curves, lambda config, best: Timing(0.5, 0.5, 0.5, 1.0, 3)))
+        run(make_search(curves, lambda config: Timing(0.5, 1.0)))
 
 
 @pytest.mark.parametrize(("checks", "expected"), [(0, 1), (4, 5), (99, 8)])
@@ -270,8 +265,8 @@ def test_the_lookback_is_chosen_as_time_says_and_keeps_its_promise(every_point):
     both = measured(prompt, lookbacks=lookbacks)
     for faster in lookbacks:
 
-        def timer(config, best, faster=faster):
-            return Timing(seconds_of(config) * (1 + (config.lookback != faster)), 0.0, 1.0, 1e9, 3)
+        def timer(config, faster=faster):
+            return Timing(seconds_of(config) * (1 + (config.lookback != faster)), 1e9)
 
         search = make_search(both, timer, trials=30, lookbacks=lookbacks)
         choice = run(search)
