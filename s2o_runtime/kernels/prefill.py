@@ -163,17 +163,13 @@ def _prefill(
     order = head_pointer(RANKING.order, stride_i, b, h)
     of_slice = n - row_begin // tl.maximum(segment, 1)  # the segment's number in the slice
     order += of_slice.to(tl.int64) * stride_i.row
-    shared = 0  # tiles that all splits visit
     one = 1.0  # what a tile's gain counts for in the paper's rule
     if MODE.HAS_SPLITS:
-        shared = tl.minimum(tiles, 1)
-        m, l, acc = attend_gathered(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, 0, shared, BN, STAGES, MODE.CAP
-        )
-        if sparse:
-            m -= tl.log2(splits.to(tl.float32))  # each split counts 1 / splits of what all have visited
-        order += (1 + split) * (BN // GRAIN)
-        tiles = tl.cdiv(tl.maximum(tiles - 1 - split, 0), splits)
+        shared = tl.minimum(tiles, 1)  # the first tile, which all splits visit
+        # each split counts 1 / splits of what all visit; sums that are relative to a lower m are less
+        late = tl.where(sparse, tl.log2(splits.to(tl.float32)), 0.0)
+        m -= tl.where(tiles == 0, late, 0.0)
+        tiles = shared + tl.cdiv(tl.maximum(tiles - 1 - split, 0), splits)
         one /= splits
     done = 0
     chunk_begin = 0
@@ -181,11 +177,13 @@ def _prefill(
     running = tiles > 0
     while running:
         length = tl.minimum(chunk, tiles - done)
+        if MODE.HAS_SPLITS:
+            length = tl.where(done == 0, 1, length)
         m_before = m
         l_before = l
         m, l, acc = attend_gathered(
             q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES, MODE.CAP,
-            splits if MODE.HAS_SPLITS else 1,
+            split, splits, MODE.HAS_SPLITS,
         )  # fmt: skip
         chunk_begin = done
         done += length
@@ -195,14 +193,18 @@ def _prefill(
         gain = tl.where(real, added / tl.where(real, old, 1.0), 0.0)
         chunk_gain = tl.sum(gain, 0) / real_rows
         times = tl.where((flags & STOP_RULE_BITS) == REST, (tiles - done).to(tl.float32), one)
-        running = (done < tiles) & (chunk_gain * times >= tau * length.to(tl.float32))
+        reaches = chunk_gain * times >= tau * length.to(tl.float32)
+        if MODE.HAS_SPLITS:  # behind the shared tile each visits at least a chunk alone
+            m -= tl.where(chunk_begin == 0, late, 0.0)
+            reaches |= chunk_begin == 0
+        running = (done < tiles) & reaches
 
     if MODE.HAS_TAIL:  # noqa: SIM102
         if ((flags & TAIL) != 0) & (done < tiles):
             at = ((b * heads + h) * segments + of_slice).to(tl.int64)
             before_chunk, visited = chunk_begin, done
             if MODE.HAS_SPLITS:  # tiles of all splits
-                before_chunk, visited = 1 + chunk_begin * splits, 1 + done * splits
+                before_chunk, visited = 1 + (chunk_begin - 1) * splits, 1 + (done - 1) * splits
             e = tl.arange(0, EDGES)
             begins = tl.load(RANKING.first + at * SIZES.BUCKETS + e * (SIZES.BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
@@ -224,7 +226,7 @@ def _prefill(
         split_base = SPLITS.split_out + split_row * D
         tl.store(split_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
         visited_at = SPLITS.split_visited + split_tile
-        done += tl.where(split == 0, shared, 0)
+        done -= tl.where(split == 0, 0, shared)
     else:
         out_base = head_pointer(OUT, stride_o, b, h) + head_row * stride_o.row
         tl.store(

@@ -206,17 +206,22 @@ def attend_window(
 @triton.jit
 def attend_gathered(
     q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
-    BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0, splits=1,
+    BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
+    split=0, splits=1, HAS_SPLITS: tl.constexpr = False,
 ):  # fmt: skip
     """Attend to tiles begin .. begin + count of a row tile's order, gathered: a chunk (Algorithm 3, lines 8 to 12).
 
-    order: pointer to int32 [prefix / GRAIN], where the keys of each step begin, from which every one of so many tiles
-    counts (`splits`). Triton pipelines this plain loop.
+    order: pointer to int32 [prefix / GRAIN], where the keys of each step begin. With HAS_SPLITS a row tile's order is
+    the first tile, that with the number 1 + split, and from there on every one of `splits`. Triton pipelines this plain
+    loop.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
     for t in tl.range(0, count, num_stages=STAGES):
-        index = tl.load(order + ((begin + t) * splits * BN + offs_n) // GRAIN) + offs_n % GRAIN
+        tile = begin + t
+        if HAS_SPLITS:
+            tile = tl.where(tile == 0, 0, 1 + split + (tile - 1) * splits)
+        index = tl.load(order + (tile * BN + offs_n) // GRAIN) + offs_n % GRAIN
         k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
         v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
         m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP)

@@ -247,10 +247,12 @@ def _visit_prefix(
         keys = order[begin:end]
         after = update_softmax(before, queries[running], k[keys], v[keys], softcap)
         gain = measure_gain(before, after, real[running])
-        stop = decide_stops(gain, begin, end, len(order), head, config.tile, splits)
+        # of all splits: those of the others are alike
+        first, last, prefix = (shared + splits * index for index in (begin, end, len(order)))
+        stop = decide_stops(gain, first, last, prefix, head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.tail == "mean" and not paper_literal:
-            m, l, acc = with_tail(before, after, ranking, begin, end, len(order), shared, splits)
+            m, l, acc = with_tail(before, after, ranking, first, last, prefix)
             l = torch.where(stop[:, None], l, after.l)
             after = State(m, l, torch.where(stop[:, None, None], acc, after.acc))
         for part, new in zip(result, after, strict=True):
@@ -260,22 +262,19 @@ def _visit_prefix(
     return result, visited
 
 
-def with_tail(
-    before: State, after: State, ranking: RankedPrefix, begin: int, end: int,
-    prefix: int, shared: int = 0, splits: int = 1,
-) -> State:  # fmt: skip
+def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, end: int, prefix: int) -> State:
     """Add an estimate of what the keys behind the visited ones would bring (docs/how-it-works.md).
 
     The ranking's weights give the ratio of the rest to the last chunk, and the mean value of the rest; the row itself
     gives what the chunk added to l. A key of the rest counts at most as much as a key of the chunk did on average.
 
-    before, after: the states before and after the last chunk; begin, end: the chunk, as a range of the split's order
-    of `prefix` keys, which holds every one of `splits` tiles behind the `shared` first keys of the ranking's.
+    before, after: the states before and after the last chunk; begin, end: the chunk, as a range of the order of
+    `prefix` keys.
     """
     if end == prefix:
         return after
-    mass, values = ranking.rest(shared + end * splits)
-    chunk = ranking.rest(shared + begin * splits)[0] - mass
+    mass, values = ranking.rest(end)
+    chunk = ranking.rest(begin)[0] - mass
     most = (prefix - end) / (end - begin)
     times = torch.where(chunk * most > mass, mass / chunk, most)
     brought = after.l - before.l * (before.m - after.m).exp()
@@ -290,14 +289,12 @@ def measure_gain(before: State, after: State, real: Tensor) -> Tensor:
     return torch.where(real, (after.l - old) / old, 0.0).sum(-1) / real.sum(-1)
 
 
-def decide_stops(
-    gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig, splits: int = 1
-) -> Tensor:  # fmt: skip
+def decide_stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig) -> Tensor:
     """Decide which row tiles stop after a chunk (Algorithm 3, line 14, with the head's stop rule): bool [T].
 
     gain: [T], what the chunk added to the softmax denominator of each row tile, relative to it; NaN stops none.
-    begin, end: the chunk's keys, as indices into the split's order of `prefix` keys.
+    begin, end: the chunk's keys, as indices into the order of `prefix` keys.
     """
     if head.stop_rule is StopRule.REST:
         return gain * (prefix - end) < head.tau * (end - begin)
-    return gain < splits * (end - begin) / tile.block_n * head.tau
+    return gain < (end - begin) / tile.block_n * head.tau
