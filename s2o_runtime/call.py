@@ -117,9 +117,9 @@ class HeadTables(NamedTuple):
     segment: Tensor  # int32 [Hq], 0 marks a head without a prefix
     flags: Tensor  # int32 [Hq], see above
     representatives: Tensor  # int32 [Hq], of a segment
-    # int32 [Hq], the heads in the order in which their programs start, dense ones first, as they have the most work;
-    # None where all are of one mode and no last rows are dense
-    launch_order: Tensor | None
+    # int32 [Hq], the heads in the order in which their programs start, dense ones first, as they have the most work
+    launch_order: Tensor
+    works_unevenly: bool  # heads of both modes, or dense last rows, so that the order matters
     dense_heads: int  # how many heads are of this mode, and how many of the other; what follows is of the latter
     s2o_heads: int
     representative_counts: tuple[int, ...]  # different ones
@@ -214,13 +214,13 @@ def make_head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         return torch.tensor([value(head) for head in config.heads], dtype=dtype).to(device)
 
     order = sorted(range(config.num_heads), key=lambda head: config.heads[head].mode != "dense")
-    ordered = config.last_rows or (ranked and dense_heads)
     return HeadTables(
         tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
         flags=table(lambda head: int(head.stop_rule) | TAIL * (head.tail == "mean")),
         representatives=table(lambda head: head.representatives),
-        launch_order=torch.tensor(order, dtype=torch.int32).to(device) if ordered else None,
+        launch_order=torch.tensor(order, dtype=torch.int32).to(device),
+        works_unevenly=bool(config.last_rows or (ranked and dense_heads)),
         dense_heads=dense_heads,
         s2o_heads=len(ranked),
         representative_counts=tuple(sorted({head.representatives for head in ranked})),

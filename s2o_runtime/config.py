@@ -147,6 +147,10 @@ class TileConfig:
         """Keys between two stop checks."""
         return self.block_n * self.chunk
 
+    def count_chunk(self, splits: int) -> int:
+        """Count the tiles between two stop checks of one of so many programs that share the keys of a row tile."""
+        return max(1, self.chunk // splits)
+
     @property
     def rows(self) -> int:
         """Query rows of one program: they share one order of keys, so their number divides every segment."""

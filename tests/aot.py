@@ -47,7 +47,7 @@ POINTERS_OF = {  # by type
     ),
     "i32": (
         "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER REPRESENTATIVES FIRST ARRIVED BLOCKS COUNTS "
-        "KEY_ORDER HEADS BLOCK_TABLE"
+        "KEY_ORDER HEADS BLOCK_TABLE SPLIT_VISITED"
     ),
     "i64": "KV_START",
     "i8": "PRUNED",
@@ -430,7 +430,7 @@ def compile_case(case: Case) -> Compiled:
             more = {"WIDTH": triton.next_power_of_2(head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
             types = POINTERS | (FP8_POINTERS if case.variant == "fp8" else {})
         case "combine":
-            home, more = splits, {"ROWS": splits.COMBINED_ELEMENTS // head_dim}
+            home, more = splits, {"ROWS": splits.COMBINED_ELEMENTS // head_dim, "BM": 64}
             options = {"num_warps": splits.COMBINE_WARPS}
         case "means":
             home, options = means, {"num_warps": means.MEAN_WARPS}

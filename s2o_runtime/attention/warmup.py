@@ -11,7 +11,7 @@ from .api import refuse, s2o_attention
 
 SEGMENTS = 2, 64  # in a call, one number for each form of the tail's kernel (`rank.tail.count_tail_segments`)
 THREADS = 8  # that compile: about a tenth of the work is Python's own, and no two threads run Python at once
-SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/splits.py)
+SPLIT_CALL = (16, 8192)  # queries and keys of a call whose keys are split (kernels/splits.py)
 
 
 def warmup(
@@ -58,7 +58,7 @@ def warmup(
         ) from error
     sink_values = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
     calls = [(count * min(segments),) * 2 for count in SEGMENTS]
-    for queries, keys in calls + split_calls(config):
+    for queries, keys in [*calls, SPLIT_CALL]:
         q, k, v = (
             torch.zeros(1, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
             for length, heads, dim in (
@@ -74,8 +74,3 @@ def warmup(
             )  # fmt: skip
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def split_calls(config: LayerConfig) -> list[tuple[int, int]]:
-    """The queries and keys of a call that compiles the kernel of split dense heads; none if a layer never needs it."""
-    return [SPLIT_CALL] if {"dense", "s2o"} <= {head.mode for head in config.heads} else []

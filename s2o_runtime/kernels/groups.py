@@ -64,21 +64,19 @@ class Heads(NamedTuple):
     tau: Tensor
     segment: Tensor
     flags: Tensor
-    launch_order: Tensor | None
+    launch_order: Tensor
     sinks: Tensor | None  # any floating type [Hq]: scores without a value (HAS_SINKS)
 
 
 class Splits(NamedTuple):
-    """The outputs of the programs of dense heads that are split over keys; None where no head is split (HAS_SPLITS).
+    """The outputs of the programs that share the keys of a row tile; None where keys are not split (HAS_SPLITS).
 
-    An entry is one split of one head, all heads of one split together, in the order of `HeadTables.launch_order`;
-    `rows` are those of whole row tiles.
+    `rows` are those of the slice's whole row tiles.
     """
 
-    split_out: Tensor | None  # float32 [B, splits * dense heads, rows, D]
-    split_lse: (
-        Tensor | None
-    )  # float32 [B, splits * dense heads, rows], log-sum-exp of a split's scores, -inf for no key
+    split_out: Tensor | None  # float32 [B, splits, Hq, rows, D]
+    split_lse: Tensor | None  # float32 [B, splits, Hq, rows], log-sum-exp of a split's scores, -inf for no key
+    split_visited: Tensor | None  # int32 [B, splits, Hq, row tiles], prefix keys that a split visited
 
 
 class Sizes(NamedTuple):

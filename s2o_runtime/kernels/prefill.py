@@ -28,7 +28,6 @@ from .primitives import (
     STOP_RULE_BITS,
     TAIL,
     WIDE_ELEMENTS,
-    assign_split,
     assign_tile,
     attend_gathered,
     attend_window,
@@ -39,7 +38,6 @@ from .primitives import (
     load_sequence,
     log_sum_exp,
     scale_tail,
-    split_range,
     start_softmax,
     sum_remaining_mass,
     weigh_tail,
@@ -57,7 +55,7 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and lo
 @triton.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows", "lookback",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "splits", "last_rows", "lookback",
     ]
 )  # fmt: skip
 def _prefill(
@@ -65,7 +63,7 @@ def _prefill(
     SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense, last_rows, lookback,  # they stand last: ahead of others they would change the instructions
+    stride_pb, splits, last_rows, lookback,  # they stand last: ahead of others they would change the instructions
     SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Compute S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
@@ -78,19 +76,19 @@ def _prefill(
     gain of a tile times the tiles left is (StopRule.REST). Then the tail adds to l_i what the rest of the order is
     estimated to bring, with its mean value.
 
-    Programs: (row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; row tiles of the slice; B),
-    each for what `primitives.assign_tile` gives it. With HAS_SPLITS dense heads are split over keys: programs are
-    those of `primitives.assign_split`, one of a dense head visits a range of the whole tiles, that of the last split
-    the diagonal and the sink too, and `splits.combine` makes one output of theirs. Rows, positions, lengths and strides
-    count elements. Letters name the strides that a tensor has; tensors without are contiguous. Constants are the fields
-    of SIZES and MODE. `groups` has every other pointer.
+    Programs: (row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; row tiles of the slice; B), with HAS_SPLITS
+    (Hq * splits; row tiles of the slice; B), each for what `primitives.assign_tile` gives it. With HAS_SPLITS programs
+    share the keys of a row tile, as `splits` describes, and `splits.combine` makes one output of theirs. Rows,
+    positions, lengths and strides count elements. Letters name the strides that a tensor has; tensors without are
+    contiguous. Constants are the fields of SIZES and MODE. `groups` has every other pointer.
 
         VISITED                int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
 
     With PAGED, B counts the sequences of PACKED too, and the entries of RANKING.order are the steps' first rows.
 
-    chunk: tiles of BN keys between two stop checks; segments: N'; waves: Hq over the heads that take turns
-    (HAS_LAUNCH_ORDER); dense: heads that are split over keys (HAS_SPLITS); last_rows: as in `config.LayerConfig`.
+    chunk: tiles of BN keys between two stop checks; segments: N'; waves: Hq, or Hq * splits, over the heads that take
+    turns (HAS_LAUNCH_ORDER); splits: programs of a row tile, a power of two (HAS_SPLITS); last_rows: as in
+    `config.LayerConfig`.
     """
     GROUP: tl.constexpr = SIZES.GROUP
     D: tl.constexpr = SIZES.D
@@ -103,13 +101,9 @@ def _prefill(
     if MODE.WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
-    if MODE.HAS_SPLITS:
-        tile, h, b, heads, entry, index, last = assign_split(HEADS.launch_order, waves, dense)
-        split_row = ((b * dense * (last + 1) + entry) * tl.num_programs(0) + tile) * BM
-    else:
-        tile, h, b, heads = assign_tile(
-            HEADS.launch_order, waves, row_begin, q_len, last_rows, BM, MODE.HAS_LAUNCH_ORDER
-        )
+    tile, h, b, heads, split = assign_tile(
+        HEADS.launch_order, waves, row_begin, q_len, last_rows, splits, BM, MODE.HAS_LAUNCH_ORDER, MODE.HAS_SPLITS
+    )
     segment = tl.load(HEADS.segment + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if MODE.HAS_START else 0
     q_max = q_len
@@ -143,18 +137,19 @@ def _prefill(
 
     m, l = start_softmax(HEADS.sinks, h, BM, MODE.HAS_SINKS)
     if MODE.HAS_SPLITS and MODE.HAS_SINKS:
-        m = tl.where(index == last, m, float("-inf"))  # the first key's decay makes the others' l 0
+        # the first key's decay makes the others' l 0
+        m = tl.where(sparse | (split == splits - 1), m, float("-inf"))
     acc = tl.zeros([BM, D], tl.float32)
 
     # window: whole tiles that every row sees, then the diagonal
     diagonal = find_diagonal_start(first, position0, BN)
     near = tl.where(row0 < q_len, first, diagonal)
     end = tl.minimum(position0 + BM, kv_len)
-    if MODE.HAS_SPLITS:
-        low, high = split_range((diagonal - near) // BN, index, last)
-        end = tl.where(index == last, end, near + high * BN)
-        diagonal = near + high * BN
-        near += tl.where(segment > 0, 0, low * BN)
+    if MODE.HAS_SPLITS and not sparse:
+        whole = (diagonal - near) // BN  # tiles, in ranges as equal as can be, which may be empty
+        diagonal = near + whole * (split + 1) // splits * BN
+        end = tl.where(split == splits - 1, end, diagonal)
+        near += whole * split // splits * BN
     m, l, acc = attend_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, near, diagonal, end, kv_len, position, BN,
         STAGES, MODE.CAP, pages, page_shift, page_rows, MODE.PAGED,
@@ -162,22 +157,34 @@ def _prefill(
 
     # prefix: tiles in order, chunk by chunk
     tiles = prefix // BN
+    steps = tiles * (BN // GRAIN)
     tau = tl.load(HEADS.tau + h)
     real_rows = tl.sum(real.to(tl.float32), 0)
     order = head_pointer(RANKING.order, stride_i, b, h)
     of_slice = n - row_begin // tl.maximum(segment, 1)  # the segment's number in the slice
     order += of_slice.to(tl.int64) * stride_i.row
+    one = 1.0  # what a tile's gain counts for in the paper's rule
+    if MODE.HAS_SPLITS:
+        shared = tl.minimum(tiles, 1)  # the first tile, which all splits visit
+        # each split counts 1 / splits of what all visit; sums that are relative to a lower m are less
+        late = tl.where(sparse, tl.log2(splits.to(tl.float32)), 0.0)
+        m -= tl.where(tiles == 0, late, 0.0)
+        tiles = shared + tl.cdiv(tl.maximum(tiles - 1 - split, 0), splits)
+        one /= splits
     done = 0
     chunk_begin = 0
     added = l  # what the last chunk added to l
     running = tiles > 0
     while running:
         length = tl.minimum(chunk, tiles - done)
+        if MODE.HAS_SPLITS:
+            length = tl.where(done == 0, 1, length)
         m_before = m
         l_before = l
         m, l, acc = attend_gathered(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES, MODE.CAP
-        )
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES, MODE.CAP,
+            split, splits, MODE.HAS_SPLITS,
+        )  # fmt: skip
         chunk_begin = done
         done += length
         # the stop: does a tile's gain, or that of all tiles left, reach the threshold?
@@ -185,18 +192,24 @@ def _prefill(
         added = l - old
         gain = tl.where(real, added / tl.where(real, old, 1.0), 0.0)
         chunk_gain = tl.sum(gain, 0) / real_rows
-        times = tl.where((flags & STOP_RULE_BITS) == REST, tiles - done, 1).to(tl.float32)
-        running = (done < tiles) & (chunk_gain * times >= tau * length.to(tl.float32))
+        times = tl.where((flags & STOP_RULE_BITS) == REST, (tiles - done).to(tl.float32), one)
+        reaches = chunk_gain * times >= tau * length.to(tl.float32)
+        if MODE.HAS_SPLITS:  # behind the shared tile each visits at least a chunk alone
+            m -= tl.where(chunk_begin == 0, late, 0.0)
+            reaches |= chunk_begin == 0
+        running = (done < tiles) & reaches
 
     if MODE.HAS_TAIL:  # noqa: SIM102
         if ((flags & TAIL) != 0) & (done < tiles):
             at = ((b * heads + h) * segments + of_slice).to(tl.int64)
-            steps = tiles * (BN // GRAIN)
+            before_chunk, visited = chunk_begin, done
+            if MODE.HAS_SPLITS:  # tiles of all splits
+                before_chunk, visited = 1 + (chunk_begin - 1) * splits, 1 + (done - 1) * splits
             e = tl.arange(0, EDGES)
             begins = tl.load(RANKING.first + at * SIZES.BUCKETS + e * (SIZES.BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
-            before, edge, share = sum_remaining_mass(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
-            mass, edge, share = sum_remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
+            before, edge, share = sum_remaining_mass(begins, masses, before_chunk * (BN // GRAIN), steps, EDGES)
+            mass, edge, share = sum_remaining_mass(begins, masses, visited * (BN // GRAIN), steps, EDGES)
             tail = scale_tail(before, mass, (tiles - done) / (done - chunk_begin)) * added
             l += tail
             acc += tail[:, None] * weigh_tail(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
@@ -204,11 +217,16 @@ def _prefill(
     if MODE.HAS_SPLITS:
         real = real & (l != 0)  # no row of a split without keys
     acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
-    if MODE.HAS_SPLITS and segment == 0:
+    visited_at = VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM
+    if MODE.HAS_SPLITS:
+        split_tile = ((b * splits + split) * heads + h) * tl.num_programs(1) + tile
+        split_row = split_tile.to(tl.int64) * BM
         split_lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
         tl.store(SPLITS.split_lse + split_row + tl.arange(0, BM), split_lse, mask=rows < q_len)
-        split_base = SPLITS.split_out + split_row.to(tl.int64) * D
+        split_base = SPLITS.split_out + split_row * D
         tl.store(split_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
+        visited_at = SPLITS.split_visited + split_tile
+        done -= tl.where(split == 0, 0, shared)
     else:
         out_base = head_pointer(OUT, stride_o, b, h) + head_row * stride_o.row
         tl.store(
@@ -221,7 +239,7 @@ def _prefill(
             lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
             tl.store(lse_base + tl.arange(0, BM), lse, mask=rows < q_len)
     if row0 < q_max:
-        tl.store(VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM, done * BN)
+        tl.store(visited_at, done * BN)
 
 
 def run_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -340,15 +358,16 @@ def prefill(
         one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
     programs = -(-len(rows) // tile.rows)
     waves = 1
-    splits = Splits(None, None)
+    parts = Splits(None, None, None)
     grid = (programs, shape.query_heads, shape.batch)
-    if tables.launch_order is not None:
-        gpu = get_resources(q.device)
+    gpu = get_resources(q.device)
+    splits = count_key_splits(call, programs, gpu)
+    if ordered := tables.works_unevenly or splits > 1:
         waves = shape.query_heads // count_heads_per_wave(shape, k.element_size() + v.element_size(), gpu)
         grid = (shape.query_heads, programs, shape.batch)
-        if (count := count_key_splits(call, programs, gpu)) > 1:
-            splits, waves = allocate_splits(call, count, programs * tile.rows, q.device), shape.query_heads
-            grid = (programs, shape.query_heads + (count - 1) * tables.dense_heads, shape.batch)
+    if splits > 1:
+        parts, waves = allocate_splits(call, splits, programs * tile.rows, q.device), splits * shape.query_heads
+        grid = (splits * shape.query_heads, programs, shape.batch)
     launch(
         kernel,
         grid,
@@ -356,10 +375,10 @@ def prefill(
             "Q": q, "K": k, "V": v, "RANKING": ranking, "OUT": out, "LSE": lse,
             "VISITED": visited, "STARTS": call.starts, **call.paging,
             "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.launch_order, sinks),
-            "SPLITS": splits,
+            "SPLITS": parts,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
-            "chunk": tile.chunk, "segments": segments,
-            "waves": waves, "dense": tables.dense_heads, "last_rows": call.config.last_rows,
+            "chunk": tile.count_chunk(splits), "segments": segments,
+            "waves": waves, "splits": splits, "last_rows": call.config.last_rows,
             "lookback": call.config.lookback,
             **group_strides(q=q, k=k, v=v, o=out, i=ranking.order), "stride_cb": visited.stride(0),
             "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
@@ -372,7 +391,7 @@ def prefill(
             "MODE": Mode(
                 HAS_TAIL=ranking.sums is not None, HAS_START=call.kv_start is not None, PACKED=call.packed,
                 HAS_LSE=lse is not None, HAS_SINKS=sinks is not None, CAP=call.cap,
-                HAS_LAUNCH_ORDER=tables.launch_order is not None, HAS_SPLITS=splits.split_out is not None,
+                HAS_LAUNCH_ORDER=ordered, HAS_SPLITS=splits > 1,
                 PAGED=call.pages is not None, WIDE=wide,
             ),
         },
@@ -380,5 +399,5 @@ def prefill(
         num_stages=tile.num_stages,
         **options,
     )  # fmt: skip
-    if splits.split_out is not None:
-        combine(splits, out, lse, call, rows)
+    if splits > 1:
+        combine(parts, out, visited, lse, call, rows)

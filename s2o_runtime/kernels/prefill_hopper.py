@@ -47,7 +47,6 @@ TAIL = gl.constexpr(call.TAIL)
 GRAIN = gl.constexpr(primitives.GRAIN.value)
 REST = gl.constexpr(int(StopRule.REST))
 ALL_LEFT = gl.constexpr(2)  # in `stop`: a chunk's gain counts for all tiles that are left, not for one
-SPLIT = gl.constexpr(8)  # in `stop`: the program has a range of the keys of a dense head
 PRODUCER_THREADS = gl.constexpr(128)
 CONSUMER_THREADS = gl.constexpr(128)  # of a row tile
 CONSUMER_REGISTERS = gl.constexpr(216)
@@ -97,7 +96,7 @@ def _list_row_offsets(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, 
 @gluon.jit
 def _produce(
     k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal, kv_last,
-    diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES: gl.constexpr,
+    diagonal_tiles, near, total, split, splits, k_ring, v_ring, marks, SIZES: gl.constexpr,
     MODE: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of keys and values of the program into the ring: diagonal, window, prefix.
@@ -105,8 +104,10 @@ def _produce(
     k_base, v_base: T [Lk, D], at key 0 of the sequence and KV head, with PAGED at row 0 of the cache; order: int32 [P /
     GRAIN], the segment's row of ORDER; pages: int32 [M], of the sequence (PAGED). first, diagonal: the window's first
     key and the first key of its diagonal; kv_last: the last key of the sequence; diagonal_tiles, near, total: tiles of
-    the diagonal, of diagonal and window, and of all three parts. k_ring, v_ring: (buffer T [STAGES, BN, D], barriers
-    `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads], by row tile and stage.
+    the diagonal, of diagonal and window, and of all three parts; split, splits: the program's tiles of the order are
+    the first, that with the number 1 + split, and from there on every one of so many (HAS_SPLITS).
+    k_ring, v_ring: (buffer T [STAGES, BN, D], barriers `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads],
+    by row tile and stage.
     """
     D: gl.constexpr = SIZES.D
     BN: gl.constexpr = SIZES.BN
@@ -145,8 +146,10 @@ def _produce(
         first_done = gl.to_tensor(False)
         second_done = gl.to_tensor(False)
         while running:
-            next_steps = order + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN)
-            following = gl.load(next_steps + entries)
+            next_tile = gl.minimum(i + 1, total - 1) - near
+            if MODE.HAS_SPLITS:
+                next_tile = gl.where(next_tile > 0, 1 + split + (next_tile - 1) * splits, 0)
+            following = gl.load(order + next_tile * (BN // GRAIN) + entries)
             if first_done | second_done:  # release the stage in place of the row tile that is done
                 mbarrier.arrive(k_empty.index(i % STAGES), count=1)
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
@@ -222,8 +225,9 @@ def _sum_mass(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.co
 @gluon.jit
 def _consume(
     Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, sink, tau, stop, chunk,
-    row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
-    HALF: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr, MODE: gl.constexpr,
+    row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, steps,
+    first_visited, splits, HALF: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr,
+    MODE: gl.constexpr,
 ):  # fmt: skip
     """Compute row tile HALF of the program, from its queries to its output, as `prefill._prefill` does.
 
@@ -231,9 +235,11 @@ def _consume(
 
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
     marks, diagonal, diagonal_tiles, near, total: as for `_produce`. sink: the head's, in base 2 (HAS_SINKS); stop:
-    ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a range of the
-    keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report in VISITED.
-    With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and SPLIT_LSE, float32 [rows], behind it.
+    ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail; start: the first key that counts; q_len: rows
+    to compute; q_max: rows to report in VISITED. With HAS_SPLITS, the tile that all splits visit counts as one of the
+    window; first_visited: its keys in the split that reports them, 0 in others; steps: of the whole order; splits:
+    programs that compute the window and share the prefix, 1 where they share all keys; OUT, float32, LSE and VISITED
+    are those of `groups.Splits`.
     """
     D: gl.constexpr = SIZES.D
     BM: gl.constexpr = SIZES.BM
@@ -290,6 +296,10 @@ def _consume(
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
         i += 1
 
+    late = 0.0  # what is still to be taken from m
+    if MODE.HAS_SPLITS:
+        # each split counts 1 / splits of what all visit; sums that are relative to a lower m are less
+        late = gl.log2(splits.to(gl.float32))
     if i < total:
         m_before = m
         l_before = l
@@ -310,10 +320,14 @@ def _consume(
                     chunk_gain = gl.sum(gain, 0) / gl.maximum(rows, 1.0)
                     # the stop, as in `_prefill`
                     times = gl.where(stop % 4 == ALL_LEFT, total - i - 1, 1).to(gl.float32)
+                    if MODE.HAS_SPLITS:
+                        times = gl.where(stop % 4 == ALL_LEFT, times, 1.0 / splits)
                     running = (chunk_gain * times >= tau * (i + 1 - current_begin)) & (rows > 0.0)
                     if MODE.HAS_TAIL:
                         added = l - old
                         chunk_begin = current_begin
+                if MODE.HAS_SPLITS:
+                    m -= gl.where(i + 1 == near, late, 0.0)
                 m_before = m
                 l_before = l
                 current_begin = i + 1
@@ -338,12 +352,18 @@ def _consume(
     if MODE.HAS_TAIL:  # noqa: SIM102
         # copies of `primitives.scale_tail` and `primitives.weigh_tail`, which Gluon code cannot call
         if (stop >= TAIL) & (i > near) & (i < total):
-            steps = (total - near) * (BN // GRAIN)
+            before_chunk = chunk_begin - near
+            visited = i - near
+            if MODE.HAS_SPLITS:  # tiles of all splits
+                before_chunk = 1 + before_chunk * splits
+                visited = 1 + visited * splits
+            else:
+                steps = (total - near) * (BN // GRAIN)
             e = gl.arange(0, EDGES, ONE)
             begins = gl.load(FIRST + e * (SIZES.BUCKETS // EDGES))
             masses = gl.load(MASS + e)
-            before, edge, share = _sum_mass(begins, masses, (chunk_begin - near) * (BN // GRAIN), steps, EDGES, ONE)
-            mass, edge, share = _sum_mass(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
+            before, edge, share = _sum_mass(begins, masses, before_chunk * (BN // GRAIN), steps, EDGES, ONE)
+            mass, edge, share = _sum_mass(begins, masses, visited * (BN // GRAIN), steps, EDGES, ONE)
             most = (total - i) / (i - chunk_begin)
             factor = gl.where((before - mass) * most > mass, mass / (before - mass), most)
             tail = gl.where(mass <= 0, 0.0, factor) * added
@@ -354,25 +374,23 @@ def _consume(
             acc += gl.convert_layout(tail, O_ROWS)[:, None] * mean[None, :]
 
     if row0 + HALF * BM < q_max:
-        gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
+        keys_visited = gl.maximum(i - near, 0) * BN
+        if MODE.HAS_SPLITS:
+            keys_visited += first_visited
+        gl.store(VISITED + HALF, keys_visited)
     if MODE.HAS_SPLITS:
-        if stop >= SPLIT:
-            split_lse = gl.where(real, (m + gl.log2(l)) * LN2, float("-inf"))
-            gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), split_lse, mask=row < q_len)
-            of_row = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
-            o_rows = HALF * BM + gl.arange(0, BM, O_ROWS)
-            offs_d = gl.arange(0, D, gl.SliceLayout(0, O))
-            split_out = OUT[1] + o_rows[:, None] * D + offs_d[None, :]
-            gl.store(split_out, acc * of_row[:, None], mask=(row0 + o_rows < q_len)[:, None])
-        OUT = OUT[0]
-        q_len = gl.where(stop >= SPLIT, 0, q_len)  # OUT and LSE get nothing
-        inside = (row0 + copy_rows)[:, None] < q_len
-    if MODE.HAS_LSE:
+        m -= gl.where(total == near, late, 0.0)  # all visit all there is: nothing was taken yet
+    if MODE.HAS_LSE or MODE.HAS_SPLITS:
         lse = (m + gl.log2(l)) * LN2
         gl.store(LSE + HALF * BM + gl.arange(0, BM, ROWS), gl.where(real, lse, float("-inf")), mask=row < q_len)
     full = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
-    q.store((acc * full[:, None]).to(DTYPE))  # through shared memory, so that rows are written whole
-    gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], q.load(COPY), mask=inside)
+    if MODE.HAS_SPLITS:
+        o_rows = HALF * BM + gl.arange(0, BM, O_ROWS)
+        split_out = OUT + o_rows[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, O))[None, :]
+        gl.store(split_out, acc * full[:, None], mask=(row0 + o_rows < q_len)[:, None])
+    else:
+        q.store((acc * full[:, None]).to(DTYPE))  # through shared memory, so that rows are written whole
+        gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], q.load(COPY), mask=inside)
 
 
 @gluon.jit
@@ -384,7 +402,7 @@ def _find_dense_from(q_len, last_rows, ROWS: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows", "lookback",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "splits", "last_rows", "lookback",
     ]
 )  # fmt: skip
 def _prefill_hopper(
@@ -392,13 +410,13 @@ def _prefill_hopper(
     SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense, last_rows, lookback,  # they stand last: ahead of others they would change the instructions
+    stride_pb, splits, last_rows, lookback,  # they stand last: ahead of others they would change the instructions
     SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Compute S2O attention of two row tiles: the function of `prefill._prefill`, without MODE.WIDE.
 
-    Programs: as for `_prefill`, of pairs of row tiles, whose rows `split_out` and `split_lse` have too. Rows of K and V
-    begin at multiples of 16 bytes.
+    Programs: as for `_prefill`, of pairs of row tiles, which the members of SPLITS have too. Rows of K and V begin at
+    multiples of 16 bytes.
     """
     GROUP: gl.constexpr = SIZES.GROUP
     D: gl.constexpr = SIZES.D
@@ -407,16 +425,8 @@ def _prefill_hopper(
     STAGES: gl.constexpr = SIZES.STAGES
     EDGES: gl.constexpr = SIZES.EDGES
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    if MODE.HAS_SPLITS:  # a copy of `primitives.assign_split`, which Gluon code cannot call
-        tile = gl.num_programs(0) - 1 - gl.program_id(0)
-        heads = waves
-        b = gl.program_id(2)
-        entry = gl.num_programs(1) - 1 - gl.program_id(1)
-        last = (gl.num_programs(1) - waves) // dense
-        index = gl.minimum(entry // dense, last)
-        h = gl.load(HEADS.launch_order + entry - index * dense)
-        split_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
-    elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.assign_tile`, which Gluon code cannot call
+    split = 0
+    if MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.assign_tile`, which Gluon code cannot call
         heads = gl.num_programs(0)
         before = gl.cdiv(gl.maximum(_find_dense_from(q_len, last_rows, 2 * BM) - row_begin, 0), 2 * BM)
         before = gl.minimum(before, gl.num_programs(1))
@@ -428,6 +438,10 @@ def _prefill_hopper(
         tile = gl.where(number < 0, gl.num_programs(1) - 1 - gl.program_id(1), before - 1 - turn)
         entry = gl.where(number < 0, gl.program_id(0), number - wave * (of_wave - per_wave) - turn * per_wave)
         b = gl.program_id(2)
+        if MODE.HAS_SPLITS:
+            heads = heads // splits
+            split = entry % splits
+            entry = entry // splits
         h = gl.load(HEADS.launch_order + entry)
     else:
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -452,25 +466,34 @@ def _prefill_hopper(
     # copies of `primitives.find_window_start` and `find_diagonal_start`
     begin = gl.maximum(offset + n * segment - lookback, start)
     dense_rows = _find_dense_from(q_len, last_rows, 2 * BM)
-    first = gl.where((segment > 0) & (row0 < dense_rows), start + (begin - start) // BN * BN, start)
+    sparse = (segment > 0) & (row0 < dense_rows)
+    first = gl.where(sparse, start + (begin - start) // BN * BN, start)
     prefix = gl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len
     diagonal = first + gl.maximum(position0 + 1 - first, 0) // BN * BN
     diagonal_tiles = gl.maximum(gl.minimum(position0 + 2 * BM, kv_len) - diagonal + BN - 1, 0) // BN
     whole = gl.where(row0 < q_len, (diagonal - first) // BN, 0)
-    if MODE.HAS_SPLITS:  # a copy of `primitives.split_range`, which Gluon code cannot call
-        low = gl.where(segment > 0, 0, whole * index // (last + 1))
-        whole = whole * (index + 1) // (last + 1) - low
+    if MODE.HAS_SPLITS:
+        has_diagonal = sparse | (split == splits - 1)
+        low = gl.where(sparse, 0, whole * split // splits)
+        whole = gl.where(sparse, whole, whole * (split + 1) // splits - low)
         first += low * BN
-        diagonal_tiles = gl.where(index == last, diagonal_tiles, 0)
-        stop += gl.where(segment > 0, 0, SPLIT)
+        diagonal_tiles = gl.where(has_diagonal, diagonal_tiles, 0)
     near = diagonal_tiles + whole
-    total = near + prefix // BN
+    tiles = prefix // BN
+    steps = tiles * (BN // GRAIN)
+    window = near  # and what all splits visit
+    first_visited = 0
+    if MODE.HAS_SPLITS:
+        window += gl.minimum(tiles, 1)
+        first_visited = gl.where(split == 0, (window - near) * BN, 0)
+        tiles = gl.cdiv(gl.maximum(tiles - 1 - split, 0), splits)
+    total = window + tiles
     tau = gl.load(HEADS.tau + h)
     sink = gl.load(HEADS.sinks + h).to(gl.float32) * RCP_LN2 if MODE.HAS_SINKS else 0.0
     if MODE.HAS_SPLITS and MODE.HAS_SINKS:
-        sink = gl.where(index == last, sink, float("-inf"))
+        sink = gl.where(has_diagonal, sink, float("-inf"))
 
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q_buffer = gl.allocate_shared_memory(DTYPE, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE))
@@ -516,7 +539,11 @@ def _prefill_hopper(
     mass_base = RANKING.mass + at * EDGES
     sums_base = RANKING.sums + at * EDGES * D
     if MODE.HAS_SPLITS:
-        out_base = (out_base, SPLITS.split_out + split_row.to(gl.int64) * D, SPLITS.split_lse + split_row)
+        split_tile = ((b * splits + split) * heads + h) * gl.num_programs(1) + tile
+        out_base = SPLITS.split_out + split_tile * (2 * BM * D)
+        lse_base = SPLITS.split_lse + split_tile * (2 * BM)
+        visited_base = SPLITS.split_visited + split_tile * 2
+        splits = gl.where(sparse, splits, 1)
     gl.warp_specialize(
         [
             (
@@ -524,7 +551,8 @@ def _prefill_hopper(
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
-                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, near, total, 0, DTYPE, SIZES, MODE,
+                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, window, total, steps, first_visited,
+                    splits, 0, DTYPE, SIZES, MODE,
                 ),
             ),
             (
@@ -532,14 +560,15 @@ def _prefill_hopper(
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
-                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, near, total, 1, DTYPE, SIZES, MODE,
+                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, window, total, steps, first_visited,
+                    splits, 1, DTYPE, SIZES, MODE,
                 ),
             ),
             (
                 _produce,
                 (
                     k_base, v_base, order, pages, page_shift, page_rows, stride_k.row, stride_v.row, first, diagonal,
-                    kv_len - 1, diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES, MODE,
+                    kv_len - 1, diagonal_tiles, near, total, split, splits, k_ring, v_ring, marks, SIZES, MODE,
                 ),
             ),
         ],

@@ -30,15 +30,22 @@ REST = tl.constexpr(int(StopRule.REST))
 
 
 @triton.jit
-def assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr, HAS_LAUNCH_ORDER: tl.constexpr):
-    """Return the row tile (counted in those of a program), the head and the batch entry of this program, and Hq.
+def assign_tile(
+    LAUNCH_ORDER, waves, row_begin, q_len, last_rows, splits, ROWS: tl.constexpr, HAS_LAUNCH_ORDER: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Return the work of this program: its row tile, counted in those of a program, head, batch entry and split.
 
     GPUs start programs in the order of their numbers, the first dimension first. What starts last should be short, or
     it runs while other SMs have nothing left to do: the last tiles, whose prefixes are the longest, come first. In a
     grid (tiles, Hq, B) one head follows another. With HAS_LAUNCH_ORDER it is (Hq, tiles, B): the tiles of last rows,
     which visit all keys, come first, those of all heads; then Hq / waves heads at a time, in the order LAUNCH_ORDER,
-    int32 [Hq], take turns at each other tile, because a cache holds the keys of a few heads.
+    int32 [Hq], take turns at each other tile, because a cache holds the keys of a few heads. Where keys are split
+    (`splits`), each of a head's splits counts as a head, and a head's splits follow one another.
+
+    Returns the tile, the head, the batch entry, Hq, and the split.
     """
+    split = 0
     if HAS_LAUNCH_ORDER:
         heads = tl.num_programs(0)
         before = tl.cdiv(tl.maximum(find_dense_from(q_len, last_rows, ROWS) - row_begin, 0), ROWS)  # tiles
@@ -51,36 +58,17 @@ def assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.const
         tile = tl.where(number < 0, tl.num_programs(1) - 1 - tl.program_id(1), before - 1 - turn)
         entry = tl.where(number < 0, tl.program_id(0), number - wave * (of_wave - per_wave) - turn * per_wave)
         b = tl.program_id(2)
+        if HAS_SPLITS:
+            heads = heads // splits
+            split = entry % splits
+            entry = entry // splits
         h = tl.load(LAUNCH_ORDER + entry)
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         heads = tl.num_programs(1)
         b = tl.program_id(2)
         h = tl.program_id(1)
-    return tile, h, b, heads
-
-
-@triton.jit
-def assign_split(LAUNCH_ORDER, waves, dense):
-    """Do as `assign_tile` where the first `dense` heads of LAUNCH_ORDER, the dense ones, are split over keys.
-
-    The grid is (tiles; Hq + dense * (splits - 1); B), with an entry in the second dimension for every split of a dense
-    head and one for every other head; waves is Hq. Splits are shorter than what other heads visit, so they start last.
-
-    Returns the tile, the head, the batch entry, Hq, the entry (those of splits come first, all heads of one split
-    together), the split, and the last split. Only dense heads have a split that is not the last.
-    """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    entry = tl.num_programs(1) - 1 - tl.program_id(1)
-    last = (tl.num_programs(1) - waves) // dense
-    split = tl.minimum(entry // dense, last)
-    return tile, tl.load(LAUNCH_ORDER + entry - split * dense), tl.program_id(2), waves, entry, split, last
-
-
-@triton.jit
-def split_range(tiles, split, last):
-    """Return the begin and end of a split of so many tiles; splits are as equal as can be, and may be empty."""
-    return tiles * split // (last + 1), tiles * (split + 1) // (last + 1)
+    return tile, h, b, heads, split
 
 
 @triton.jit
@@ -219,15 +207,21 @@ def attend_window(
 def attend_gathered(
     q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
     BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
+    split=0, splits=1, HAS_SPLITS: tl.constexpr = False,
 ):  # fmt: skip
     """Attend to tiles begin .. begin + count of a row tile's order, gathered: a chunk (Algorithm 3, lines 8 to 12).
 
-    order: pointer to int32 [prefix / GRAIN], where the keys of each step begin. Triton pipelines this plain loop.
+    order: pointer to int32 [prefix / GRAIN], where the keys of each step begin. With HAS_SPLITS a row tile's order is
+    the first tile, that with the number 1 + split, and from there on every one of `splits`. Triton pipelines this plain
+    loop.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
     for t in tl.range(0, count, num_stages=STAGES):
-        index = tl.load(order + ((begin + t) * BN + offs_n) // GRAIN) + offs_n % GRAIN
+        tile = begin + t
+        if HAS_SPLITS:
+            tile = tl.where(tile == 0, 0, 1 + split + (tile - 1) * splits)
+        index = tl.load(order + (tile * BN + offs_n) // GRAIN) + offs_n % GRAIN
         k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
         v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
         m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP)

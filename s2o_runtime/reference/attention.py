@@ -7,7 +7,8 @@ share one order, so they are computed together: `T` is the number of row tiles o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,6 +67,7 @@ class _Head(NamedTuple):
     start: int  # the first key that counts
     paper_literal: bool
     ranking_of: Callable[[int], RankedPrefix] | None
+    splits: int
 
 
 def s2o_attention_reference(
@@ -77,6 +79,7 @@ def s2o_attention_reference(
     kv_start: Tensor | None = None,
     paper_literal: bool = False,
     ranking_of: Callable[[int, int, int], RankedPrefix] | None = None,
+    splits: int = 1,
     **scores: Unpack[ScoringOptions],
 ) -> Attended:
     """Compute S2O attention as the paper and DESIGN.md define it, without any regard to speed.
@@ -88,6 +91,8 @@ def s2o_attention_reference(
             queries inside their segment by their score with the mean key of segment 0, check after every tile, and
             throw away the tile that stops the visit.
         ranking_of: rankings to follow instead of Algorithm 1's; called with sequence, query head and segment.
+        splits: programs that share the prefix of a row tile, as `kernels.splits` describes: behind the first `block_n`
+            keys of the order each visits every one of so many tiles of them, and stops on its own.
 
     Raises:
         InputError: the tensors do not fit one another or the config.
@@ -124,6 +129,7 @@ def s2o_attention_reference(
                 start=starts[b],
                 paper_literal=paper_literal,
                 ranking_of=rankings,
+                splits=splits,
             )
             out[b, h], visited[b, h], lse[b, h] = _attend_head(inputs)
             last = config.find_first_dense_row(shape.q_len)
@@ -135,7 +141,7 @@ def s2o_attention_reference(
 
 def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output [Lq, Dv], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
-    q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of = inputs
+    q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of, splits = inputs
     tile = config.tile
     offset = len(k) - len(q)
     out = v.new_zeros(len(q), v.shape[1])
@@ -163,7 +169,13 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
                 ranking = rank(parts, k[start:first], v[start:first], 1 if paper_literal else KEY_BLOCK, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
-            state, keys_visited = _visit_prefix(inputs, queries, state, ranking, real)
+            shared = ranking.order[: tile.block_n if splits > 1 else 0]  # all splits visit these
+            if splits > 1:
+                state = update_softmax(state, queries, k[shared], v[shared], softcap)
+                state = state._replace(m=state.m - math.log(splits))  # each counts its part
+            visits = [_visit_prefix(inputs, queries, state, ranking, real, split) for split in range(splits)]
+            states, key_counts = zip(*visits, strict=True)
+            state, keys_visited = _join_states(states), len(shared) + torch.stack(key_counts).sum(0)
             visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
         out[tiles[real]] = state.output()[real]
         lse[tiles[real]] = (state.m + state.l.log())[real]
@@ -204,20 +216,29 @@ def update_softmax(state: State, q: Tensor, k: Tensor, v: Tensor, softcap: float
     return State(m, state.l * decay + weights.sum(-1), state.acc * decay[..., None] + weights @ v)
 
 
+def _join_states(parts: Sequence[State]) -> State:
+    """Return the state that has visited the keys of all parts."""
+    maxima, sums, accs = map(torch.stack, zip(*parts, strict=True))
+    m = maxima.amax(0)
+    weights = torch.where(maxima == m, 1.0, (maxima - m).exp())  # 1 for rows without keys, whose maximum is -inf
+    return State(m, (weights * sums).sum(0), (weights[..., None] * accs).sum(0))
+
+
 def _visit_prefix(
-    inputs: _Head, queries: Tensor, state: State, ranking: RankedPrefix, real: Tensor
+    inputs: _Head, queries: Tensor, state: State, ranking: RankedPrefix, real: Tensor, split: int
 ) -> tuple[State, Tensor]:
-    """Visit the prefix in order and stop when a chunk's gain is small (Algorithm 3).
+    """Visit a split of the prefix in order and stop when a chunk's gain is small (Algorithm 3).
 
     queries: [T, BM, D], scaled; state: after the window; real: bool [T, BM], rows that count. Returns the state, with
     the tail if the head has one, and the keys that each row tile visited, int64 [T].
     """
-    _, k, v, softcap, _, head, config, _, paper_literal, _ = inputs
-    order = ranking.order
+    _, k, v, softcap, _, head, config, _, paper_literal, _, splits = inputs
+    shared = config.tile.block_n if splits > 1 else 0
+    order = ranking.order[shared:].view(-1, config.tile.block_n)[split::splits].flatten()
     running = real.any(-1).nonzero()[:, 0]
     visited = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
     result = State(*(part.clone() for part in state))
-    stride = config.tile.block_n if paper_literal else config.tile.stride
+    stride = config.tile.block_n * (1 if paper_literal else config.tile.count_chunk(splits))
     for begin in range(0, len(order), stride):
         if not len(running):
             break
@@ -226,10 +247,12 @@ def _visit_prefix(
         keys = order[begin:end]
         after = update_softmax(before, queries[running], k[keys], v[keys], softcap)
         gain = measure_gain(before, after, real[running])
-        stop = decide_stops(gain, begin, end, len(order), head, config.tile)
+        # of all splits: those of the others are alike
+        first, last, prefix = (shared + splits * index for index in (begin, end, len(order)))
+        stop = decide_stops(gain, first, last, prefix, head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.tail == "mean" and not paper_literal:
-            m, l, acc = with_tail(before, after, ranking, begin, end)
+            m, l, acc = with_tail(before, after, ranking, first, last, prefix)
             l = torch.where(stop[:, None], l, after.l)
             after = State(m, l, torch.where(stop[:, None, None], acc, after.acc))
         for part, new in zip(result, after, strict=True):
@@ -239,17 +262,20 @@ def _visit_prefix(
     return result, visited
 
 
-def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, end: int) -> State:
+def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, end: int, prefix: int) -> State:
     """Add an estimate of what the keys behind the visited ones would bring (docs/how-it-works.md).
 
     The ranking's weights give the ratio of the rest to the last chunk, and the mean value of the rest; the row itself
     gives what the chunk added to l. A key of the rest counts at most as much as a key of the chunk did on average.
 
-    before, after: the states before and after the last chunk; begin, end: the chunk, as a range of the order.
+    before, after: the states before and after the last chunk; begin, end: the chunk, as a range of the order of
+    `prefix` keys.
     """
+    if end == prefix:
+        return after
     mass, values = ranking.rest(end)
     chunk = ranking.rest(begin)[0] - mass
-    most = (len(ranking.order) - end) / (end - begin)
+    most = (prefix - end) / (end - begin)
     times = torch.where(chunk * most > mass, mass / chunk, most)
     brought = after.l - before.l * (before.m - after.m).exp()
     added = torch.where(mass == 0, 0.0, times) * brought

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention.api import s2o_attention_varlen
 from ..attention.paged import IN_PLACE_ELEMENTS, gather_keys, s2o_attention_paged
-from ..attention.warmup import SEGMENTS, THREADS, split_calls
+from ..attention.warmup import SEGMENTS, SPLIT_CALL, THREADS
 from ..call import Scoring
 from ..config import LayerConfig
 from ..dense_reason import DenseReason
@@ -284,7 +284,7 @@ class Server:
         """
         segment, kv_heads, page, device = config.shortest_segment, len(self.fit.kv_heads), 16, query.device
         lengths = sorted({min(count * segment, len(query)) for count in SEGMENTS})  # a batch has no more
-        for queries, keys in [(length, length + segment) for length in lengths] + split_calls(config):
+        for queries, keys in [*((length, length + segment) for length in lengths), SPLIT_CALL]:
             q = query.new_zeros(queries, config.num_heads, query.shape[2])
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
             seq_lens = torch.tensor([keys], dtype=torch.int32, device=device)

@@ -35,6 +35,7 @@ from calibrate.curves.curves import compute_row_errors, select_worst
 from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
 from calibrate.proof.layers import configure_call
 from calibrate.record import read_record
+from calibrate.search.dense_kernels import Attention, list_dense_kernels
 from calibrate.timing import sample_times
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
@@ -50,7 +51,7 @@ from scripts.bench import common
 from scripts.bench.baselines.run import attend, baseline_attention, select
 from scripts.bench.baselines.settings import BASELINES, Baseline
 from scripts.bench.boards import candidates, print_boards, print_rows, text_of
-from scripts.bench.calls import Attention, kernel_parts, list_dense_kernels
+from scripts.bench.calls import kernel_parts
 from scripts.bench.inputs import Inputs, file_qkv, model_qkv
 from scripts.bench.schema import CALIBRATED, DENSE_NAMES, ONE_SETTING, PROVEN, LayerRow, MethodRow, MethodsEntry, write
 from scripts.bench.schema import MethodsFile as File
@@ -233,8 +234,8 @@ def settings_of(methods: Sequence[str], device: torch.device) -> Settings:
     settings: Settings = {}
     for name in methods:
         if name == "dense":
-            kernels = list_dense_kernels(device)
-            settings |= {(kernel, ""): partial(dense_call, attention=run) for kernel, run in kernels.items()}
+            kernels = zip(DENSE_NAMES, list_dense_kernels(device), strict=False)
+            settings |= {(kernel, ""): partial(dense_call, attention=run) for kernel, run in kernels}
         else:
             forms, numbers = LADDERS.get(name, ((name,), (0.0,)))
             for text in (form.format(number) for form in forms for number in numbers):

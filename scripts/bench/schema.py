@@ -17,9 +17,8 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.files import write_atomically
 
 DENSE = "dense (cuDNN)"
-FLASH = "dense (FlashAttention-2)"
-FLASH_3 = "dense (FlashAttention-3)"  # where it is installed
-DENSE_NAMES = DENSE, FLASH, FLASH_3
+# of what `list_dense_kernels` gives, in its order
+DENSE_NAMES = DENSE, "dense (FlashAttention-2)", "dense (FlashAttention-3)"
 ONE_SETTING = "S2O, one setting"  # for all heads of all layers
 CALIBRATED = "S2O, calibrated"  # a profile
 PROVEN = ", proven"  # ends the settings of profiles that were proven on held-out prompts

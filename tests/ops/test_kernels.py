@@ -75,8 +75,9 @@ def features_of(name, heads):
 FORMS = {  # what a call may be besides: of the module `prefill`, what is set
     "plain": {},
     "views": {},
-    "split": {"count_key_splits": lambda call, *_: 4 if call.tables.dense_heads else 1},
-    "in-16-splits": {"count_key_splits": lambda call, *_: 16 if call.tables.dense_heads else 1},  # most are empty
+    "split": {"count_key_splits": lambda *_: 2},
+    "in-16-splits": {"count_key_splits": lambda *_: 16},  # most are empty
+    "one-head-a-turn": {"count_heads_per_wave": lambda *_: 1},
     "sliced": {"WORKSPACE_BYTES": 1},
     "64-bit-offsets": {"WIDE_ELEMENTS": 1},
 }
@@ -97,11 +98,13 @@ def test_prefill_equals_the_reference(shape, layer, form, features, tile, head_d
     q, k, v, kv_start = drawn(shape, head_dim, dtype)
     options = features_of(features, shape[1])
     config = mixed_config(shape[1], tile=tile, **LAYERS[layer])
-    for name, value in FORMS[form].items():
+    settings = {"count_key_splits": lambda *_: 1} | FORMS[form]
+    for name, value in settings.items():
         monkeypatch.setattr(prefill_module, name, value)
     if form == "views":
         q, k, v = as_transformers(q, k, v)
-    agree(*run_both(q, k, v, config, kv_start, **options), tile.block_m)
+    splits = settings["count_key_splits"]()
+    agree(*run_both(q, k, v, config, kv_start, splits=splits, **options), tile.block_m)
 
 
 @COMPILED
@@ -223,39 +226,19 @@ def test_slices_of_rows_fit_the_workspace():
     assert slice_rows(call, workspace=40000) == [range(0, 256), range(256, 384), range(384, 500)]
 
 
-ORDERED = [(1, 4, 2, 1333, 1333, None), (1, 4, 2, 9000, 9000, None)] if ON_GPU else [(2, 4, 2, 150, 180, [30, 0])]
-ORDERED = [pytest.param(shape, id=f"k{shape[4]}") for shape in ORDERED]
-
-
-@pytest.mark.slow(reason="the same call in the interpreter three times")
-@pytest.mark.parametrize(
-    ("shape", "last_rows", "tile"), pairwise(ORDERED, [0, 128], [PLAIN, HOPPER] if ON_GPU else [TILE])
-)
-def test_the_order_in_which_heads_start_changes_nothing(shape, last_rows, tile, monkeypatch):
-    q, k, v, kv_start = drawn(shape, 64)
-    call = call_of(q, k, v, mixed_config(4, 1.0, tile=tile, last_rows=last_rows), kv_start, lse=True)
-    outputs = []
-    for per_wave in (1, 2, 4):
-        monkeypatch.setattr(prefill_module, "count_heads_per_wave", lambda *_, heads=per_wave: heads)
-        outputs.append(run_prefill(call))
-    for other in outputs[1:]:
-        agree(other, outputs[0], tile.block_m, error=1e-4, lse_error=1e-4, apart=0.0)
-
-
 def test_dense_heads_start_first():
     s2o, dense = HeadConfig(1.0, 128), HeadConfig(mode="dense")
     tables = [
-        make_head_tables(LayerConfig(heads, TILE, last_rows=last_rows), torch.device("cpu")).launch_order
+        make_head_tables(LayerConfig(heads, TILE, last_rows=last_rows), torch.device("cpu"))
         for heads, last_rows in (((s2o, dense, s2o, dense), 0), ((s2o,) * 3, 0), ((s2o,) * 3, 256))
     ]
-    assert tables[0].tolist() == [1, 3, 0, 2]
-    assert tables[1] is None  # which needs no other kernel
-    assert tables[2].tolist() == [0, 1, 2]  # whose last rows start first
+    assert [table.launch_order.tolist() for table in tables] == [[1, 3, 0, 2], [0, 1, 2], [0, 1, 2]]
+    assert [table.works_unevenly for table in tables] == [True, False, True]  # by modes, and by the last rows
 
 
 @triton.jit
 def _programs(OUT, LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr):
-    tile, h, b, heads = assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS, True)
+    tile, h, b, heads, _ = assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, 1, ROWS, True, False)
     number = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     tl.store(OUT + number, (b * heads + h) * 100 + tile)
 
@@ -317,8 +300,8 @@ def test_after_warmup_nothing_compiles(tile, features):
     launch_module._compiled.clear()
     warmup(config, kv_heads=3, head_dim=64, padded=True, **options | ({"sinks": DTYPE} if options else {}))
     known = set(launch_module._compiled)
-    for length in (129, 1000, 2048, 3333, 9999):
-        tensors = as_transformers(*inputs(1, 6, 3, length, length, 64))
+    for queries, keys in ((129, 129), (1000, 1000), (2048, 2048), (3333, 3333), (9999, 9999), (700, 60000)):
+        tensors = as_transformers(*inputs(1, 6, 3, queries, keys, 64))
         for start in (None, torch.tensor([5], device="cuda")):
             s2o_attention(*tensors, config, kv_start=start, backend="triton", **options)
     assert set(launch_module._compiled) == known

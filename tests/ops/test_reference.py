@@ -198,7 +198,7 @@ def test_the_tail_moves_a_row_within_its_bound(spread, grain):
     after = State(before.m, l + brought, before.acc + brought[..., None])
     for begin in range(0, prefix, chunk):
         end = begin + chunk
-        moved = with_tail(before, after, ranking, begin, end)
+        moved = with_tail(before, after, ranking, begin, end, len(ranking.order))
         most = brought * (prefix - end) / chunk
         assert (moved.l - after.l <= most + 1e-12 * moved.l).all()
         share = (moved.l - after.l) / moved.l

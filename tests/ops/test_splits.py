@@ -1,87 +1,77 @@
-"""Dense heads split over keys: when and how finely, and what is compiled before; test_kernels.py has the op."""
+"""Calls whose keys are split: when and how finely, where they stop, and what is compiled before."""
 
 import itertools
 
 import pytest
 import torch
 
-from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.replay import forget_plans
-from s2o_runtime.attention.warmup import SPLIT_CALL, split_calls, warmup
+from s2o_runtime.attention.warmup import SPLIT_CALL
 from s2o_runtime.call import Call
-from s2o_runtime.config import HeadConfig, LayerConfig
-from s2o_runtime.devices import Resources, get_resources
-from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels.splits import DENSITY, FEWEST_KEYS, LAST, SPLIT_BYTES, SPLITS, count_key_splits
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.devices import Resources
+from s2o_runtime.kernels.splits import DENSITY, FEWEST_KEYS, LONGEST, MOST_SPLITS, SPLIT_BYTES, count_key_splits
+from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from support.kernels import HOPPER, ON_GPU, PLAIN, inputs, mixed_config, relative_error
-from support.layouts import as_transformers
+from s2o_runtime.sequences import call_shape, measure_density
+from support.kernels import HOPPER, relative_error
 
 GPU = Resources(132, 50 << 20)
 
 
-def splits_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU):
+def splits_of(q_len, kv_len, dense=0, heads=12, batch=1, gpu=GPU, last_rows=0):
     """In a layer with so many dense heads, all others alike, and programs of 128 rows."""
     others = HeadConfig(1.0, HOPPER.rows)
-    config = LayerConfig((HeadConfig(mode="dense"),) * dense + (others,) * (heads - dense), HOPPER)
+    config = LayerConfig((HeadConfig(mode="dense"),) * dense + (others,) * (heads - dense), HOPPER, last_rows=last_rows)
     sizes = (heads, q_len), (heads // 4, kv_len), (heads // 4, kv_len)
     tensors = (torch.empty(1).expand(batch, *size, 128) for size in sizes)
     return count_key_splits(Call.from_tensors(*tensors, config), -(-q_len // HOPPER.rows), gpu)
 
 
 def test_few_queries_behind_many_keys_are_split():
-    assert [splits_of(2048, 1 << power) for power in range(11, 18)] == [1, 1, 4, 8, 16, 16, 16]
-    assert splits_of(4096, 131072) == 8
-    assert splits_of(8192, 131072) == 1  # a dense program takes 0.6 times the mean work of an SM
-    assert splits_of(2048, 131072, dense=0) == 1
-    assert splits_of(2048, 131072, dense=8, heads=32) == 1
-    assert splits_of(2048, 131072, dense=4, heads=32) == 8
-    assert splits_of(2048, 131072, batch=4) == 1  # whose programs are enough
-    assert splits_of(2048, 131072, gpu=Resources(1, 0)) == 1
+    assert [splits_of(1 << power, 98304) for power in range(7, 13)] == [16, 16, 8, 4, 2, 1]
+    assert [splits_of(512, 1 << power) for power in range(10, 18)] == [1, 1, 1, 2, 4, 8, 8, 8]
+    assert [splits_of(queries, 98304, heads=28) for queries in (128, 512, 2048)] == [16, 4, 1]
+    assert [splits_of(2048, 131072, *heads) for heads in ((2, 8), (4, 32), (8, 32), (8, 8))] == [8, 2, 2, 1]
+    assert splits_of(2048, 98304, last_rows=256) == 4  # whose programs take longest
+    assert splits_of(512, 98304, batch=4) == 2
+    assert splits_of(512, 98304, gpu=Resources(1, 0)) == 1
 
 
-@pytest.mark.parametrize(("dense", "heads"), [(1, 4), (2, 8), (1, 32), (4, 32), (16, 32)])
+@pytest.mark.parametrize(("dense", "heads"), [(0, 4), (0, 64), (1, 4), (2, 8), (1, 32), (4, 32), (16, 32)])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_splits_are_few_enough_and_short_enough(dense, heads, batch):
-    fewest, most = SPLITS
     for q_len, kv_len in itertools.product((1, 100, 500, 1000, 2048, 5000), (3000, 9000, 33000, 131072, 1 << 20)):
         splits = splits_of(q_len, kv_len, dense, heads, batch) if q_len <= kv_len else 1
-        if splits == 1:
-            continue
-        assert splits in (4, 8, 16)
-        assert fewest <= splits <= most
-        assert kv_len >= 2 * q_len
-        assert kv_len / splits >= FEWEST_KEYS
         programs = batch * -(-q_len // HOPPER.rows)
-        split_bytes = 4 * 128 * dense * programs * HOPPER.rows
-        assert splits * split_bytes <= SPLIT_BYTES
+        split_bytes = 4 * 128 * heads * programs * HOPPER.rows
+        assert splits in (1, 2, 4, 8, 16)
+        assert splits == 1 or (kv_len >= max(2 * q_len, FEWEST_KEYS * splits) and splits * split_bytes <= SPLIT_BYTES)
         of_sm = programs * (dense + DENSITY * (heads - dense)) / GPU.sm_count
-        bounded = splits == most or kv_len / (2 * splits) < FEWEST_KEYS or 2 * splits * split_bytes > SPLIT_BYTES
-        assert bounded or 1 / splits <= LAST * of_sm
+        twice = 2 * splits
+        bounded = twice > MOST_SPLITS or kv_len < twice * FEWEST_KEYS or twice * split_bytes > SPLIT_BYTES
+        assert bounded or kv_len < 2 * q_len or (1.0 if dense else DENSITY) / splits <= LONGEST * of_sm
+
+
+@pytest.mark.parametrize("stop_rule", StopRule)
+@pytest.mark.parametrize("tail", ["none", "mean"])
+def test_splits_stop_where_one_program_stops(stop_rule, tail):
+    """They see the same gains, and a rest of the same mass. The most splits may visit a tile each beyond the stop."""
+    tile, keys, splits = TileConfig(64, 64, 2, 4, 1), 4 * FEWEST_KEYS, 4
+    noise = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, heads, rows, 64, generator=noise) for heads, rows in ((2, 128), (1, keys), (1, keys)))
+    q, v = 0.6 * q + 2 * torch.randn(1, 2, 1, 64, generator=noise), v + 0.3
+    tau = 0.4 if stop_rule is StopRule.REST else 0.004
+    config = LayerConfig.uniform(2, tau=tau, segment=128, tile=tile, tail=tail, stop_rule=stop_rule)
+    truth, shape = exact_attention(q, k, v), call_shape(q, k, v)
+    (error, density), (split_error, split_density) = (
+        (relative_error(outcome.out, truth), measure_density(outcome.visited, config, shape).mean())
+        for outcome in (s2o_attention_reference(q, k, v, config, splits=count) for count in (1, splits))
+    )
+    assert 0.2 < density < 0.6
+    assert density - 0.01 <= split_density <= density + tile.block_n / FEWEST_KEYS
+    assert split_error <= 1.1 * error
 
 
 def test_warming_up_compiles_what_splits():
-    for heads, dense in ((4, 1), (8, 2), (64, 32), (128, 64)):
+    for heads, dense in ((4, 1), (8, 2), (64, 32), (128, 64), (128, 0), (4, 0)):
         assert splits_of(*SPLIT_CALL, dense, heads) > 1
-    assert split_calls(mixed_config(4, 1.0)) == [SPLIT_CALL]
-    assert split_calls(LayerConfig.uniform(4)) == split_calls(mixed_config(4, 1.0).as_dense()) == []
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
-@pytest.mark.parametrize("tile", [PLAIN, HOPPER])
-def test_nothing_compiles_after_warmup_and_a_replay_is_the_call(tile):
-    gpu = get_resources(torch.device("cuda"))
-    assert splits_of(128 * max(1, gpu.sm_count // 8), 131072, gpu=gpu) >= 4  # programs of an eighth of this GPU's SMs
-    config, dense = mixed_config(4, 1.0, tile=tile), [2]
-    warmup(config, kv_heads=2, head_dim=128)
-    known = len(launch_module._compiled)
-    forget_plans()
-    q, k, v = as_transformers(*inputs(1, 4, 2, 700, 60000, 128))
-    for _ in range(3):
-        s2o_attention(q, k, v, config, backend="triton")
-    assert len(launch_module._compiled) == known
-    (other,) = as_transformers(q.flip(2))
-    replayed = s2o_attention(other, k, v, config, backend="triton")
-    forget_plans()
-    assert torch.equal(replayed, s2o_attention(other, k, v, config, backend="triton"))
-    assert relative_error(replayed[:, dense], exact_attention(other, k, v)[:, dense]) <= 6e-3

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from calibrate.search.dense_kernels import attend_in_parts
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -18,7 +19,6 @@ from scripts.bench import boards
 from scripts.bench import methods as bench
 from scripts.bench.baselines.run import baseline_attention
 from scripts.bench.baselines.settings import parse
-from scripts.bench.calls import attend_in_parts
 from scripts.bench.schema import CALIBRATED, DENSE, ONE_SETTING, PROVEN, MethodRow, MethodsEntry, MethodsFile, read
 
 LENGTH, CHUNK, TURN = 520, 256, 200

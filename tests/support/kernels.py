@@ -124,11 +124,12 @@ def ranking_of(call, ranking, b, h, n):
     return RankedPrefix(order.flatten(), mass, values, KEY_BLOCK)
 
 
-def run_both(q, k, v, config, kv_start=None, scale=None, **features):
-    """The kernels, and the reference following the ranking that the kernels made."""
+def run_both(q, k, v, config, kv_start=None, scale=None, splits=1, **features):
+    """The kernels, and the reference, of so many splits, following the ranking that the kernels made."""
     call = call_of(q, k, v, config, kv_start, scale, True, **features)
     ranking = None if config.is_dense else partial(ranking_of, call, kernel_ranking(call))
-    expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, ranking_of=ranking, **features)
+    options = {"kv_start": kv_start, "scale": scale, "splits": splits, **features}
+    expected = s2o_attention_reference(q, k, v, config, ranking_of=ranking, **options)
     return run_prefill(call), expected
 
 

@@ -31,6 +31,7 @@ SCORE_STAGES = 2
 SCORE_WARPS = 4
 SCORE_KEYS = 1024  # of a program: eight turns of its loop, and few enough that short calls keep all SMs busy
 ROW_ALIGNMENT = 16
+FEWEST = tl.constexpr(16)  # columns of a product with keys, which tensor cores need
 SCORE_LIMIT = 60000.0  # float16 holds it; -inf marks no step
 
 
@@ -113,7 +114,7 @@ def _scores(
     written.
 
     Programs: (blocks of segments * stretches of KEYS keys, Hq, B). A program keeps the representatives of its segments,
-    COLUMNS or a quarter as many where a segment has one, and reads its keys once. COUNTS: the representatives that
+    COLUMNS or a quarter as many where a segment has one, but at least FEWEST, and reads its keys once. COUNTS: the representatives that
     heads have.
     """
     block = tl.program_id(0) // stretches
@@ -136,7 +137,7 @@ def _scores(
                 _weigh_keys(
                     k_base, rep, log_sum, score, pages, block, segment, limit, q_len, offset, start, k_first, lookback,
                     row_begin, rows_end, t_begin, t_begin + KEYS, page_shift, page_rows, stride_k.row, stride_s.row,
-                    D, COUNTS[i], COLUMNS // max(COUNTS[i], 4), WARPS, STAGES, BN, CAP, PAGED,
+                    D, COUNTS[i], max(COLUMNS // max(COUNTS[i], 4), FEWEST // COUNTS[i]), WARPS, STAGES, BN, CAP, PAGED,
                 )  # fmt: skip
 
 
@@ -152,9 +153,10 @@ def score(means: Means, call: Call, rows: range) -> Tensor:
     # rounded up, so that there is one compiled kernel for all lengths
     steps = max(1, -(-longest // (config.KEY_BLOCK * ROW_ALIGNMENT))) * ROW_ALIGNMENT
     scores = torch.empty(shape.batch, shape.query_heads, segments, steps, dtype=torch.float16, device=k.device)
-    columns = count_columns(shape.head_dim)
+    representatives = segments * max(4, *tables.representative_counts)
+    columns = count_columns(shape.head_dim, representatives)
     stretches = -(-longest // SCORE_KEYS) or 1
-    blocks = -(-segments * max(4, *tables.representative_counts) // columns)
+    blocks = -(-representatives // columns)
     launch(
         _scores,
         (blocks * stretches, shape.query_heads, shape.batch),
@@ -177,6 +179,7 @@ def score(means: Means, call: Call, rows: range) -> Tensor:
     return scores
 
 
-def count_columns(head_dim: int) -> int:
-    """Count the representatives that a program of `_scores` keeps."""
-    return 128 if head_dim <= 128 else 64
+def count_columns(head_dim: int, representatives: int) -> int:
+    """Count the representatives that a program of `_scores` keeps, a power of two: few segments have few."""
+    most = 128 if head_dim <= 128 else 64
+    return min(most, max(FEWEST.value, triton.next_power_of_2(representatives)))
