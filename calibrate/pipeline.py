@@ -213,9 +213,10 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
     last_rows = recipe.count_last_rows(longest)
     layers = with_tiles(LayerConfig.uniform(heads, segment=segment), tiles)
     for tail in make_constraints(recipe).tails:
-        ranked = [HeadConfig(1.0, segment, representatives=count, tail=tail) for count in REPRESENTATIVES]
-        for first in (ranked[0], replace(ranked[0], mode="dense")):
-            layers.append(LayerConfig((first, *[ranked[-1]] * (heads - 1)), tiles[0], last_rows=last_rows))
+        one, many = (HeadConfig(1.0, segment, representatives=count, tail=tail) for count in REPRESENTATIVES)
+        for first in (one, replace(one, mode="dense")):
+            layers.append(LayerConfig((first, *[many] * (heads - 1)), tiles[0], last_rows=last_rows))
+        layers.append(LayerConfig((many,) * heads, tiles[0]))  # as crossovers are measured
 
     def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
         return draw_inputs(shape, length, length, torch.bfloat16, device)

@@ -87,7 +87,7 @@ class Rates(NamedTuple):
     tokens: float
 
 
-H200 = Rates(flops=6e14, curves=3.25e11, tokens=1.1e6)
+H200 = Rates(flops=6e14, curves=3.25e11, tokens=8e5)
 CPU_THREAD = Rates(flops=8e10, curves=5e7, tokens=4e5)
 H200_SMS = 132
 FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
@@ -101,7 +101,7 @@ FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
 MADE = 4e5  # tokens of prompts that are made in a second
 START = 4.0  # seconds to load a small model, and to test it
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
-COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a GPU
+COMPILING, CROSSOVERS = 12.0, 25.0  # seconds for the kernels of a stage, and for crossovers, on a GPU
 TRIAL = 0.045  # seconds for a trial of the search, besides the attention in it
 TIMED = 5  # calls of a trial, to compile among them
 TIMED_LAYER, TIMED_LAYERS = 0.03, 4  # seconds for a layer of the profile besides its calls, and those of each kind
@@ -209,8 +209,8 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         return read + prompts * (answering + variants * (time_patched(length) + TURNS * turn))
 
     measuring = read + on_gpu * COMPILING
-    searching = on_gpu * COMPILING
-    trials = TRIED * recipe.trials * min(layers, GROUPS * math.sqrt(layers))
+    searching = on_gpu * CROSSOVERS
+    trials = TRIED * recipe.trials * GROUPS * math.sqrt(layers)
     head_layers = layers * geometry.query_heads * max(1.0, geometry.head_dim / 128)
     for length in recipe.lengths:
         every = max(1, length // SAMPLED_ROWS) if on_gpu else 1

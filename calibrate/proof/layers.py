@@ -13,7 +13,6 @@ changes nothing but the time.
 from __future__ import annotations
 
 import hashlib
-import math
 import pickle
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -413,9 +412,6 @@ class PromptAgreement:
     top1: float  # the share of these rows where both find the same token most likely
     found: int  # of the prompt's answers, by the dense model
     kept: int  # of these, by the patched model
-
-
-NOT_COMPARED = PromptAgreement(math.nan, math.nan, 0, 0)
 
 
 def list_compared_rows(prompt: Prompt) -> Tensor:

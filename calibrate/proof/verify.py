@@ -6,6 +6,7 @@ the results, and change what is not good enough.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from calibrate.model.layers import DecoderLayer, Stream
 from calibrate.progress import show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
-    NOT_COMPARED,
     AgreementItem,
     ConfigSource,
     LayerConfigAt,
@@ -232,7 +232,7 @@ class Prover:
                 self.on_step()
         proofs = {}
         for length, history in histories.items():
-            results = [vars(NOT_COMPARED)] * len(prompts[length])
+            results = [{"kl": math.nan, "top1": math.nan, "found": 0, "kept": 0}] * len(prompts[length])
             if compared:
                 results = start(AgreementItem, length, len(history.configs) - 1, history.configs[-1]).results()
             proofs[length] = LengthProof.from_results(layers[length], results, prompts[length])
