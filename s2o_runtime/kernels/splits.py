@@ -43,10 +43,10 @@ COMBINE_WARPS = 4
 def count_key_splits(call: Call, programs: int, gpu: Resources) -> int:
     """Count the programs that share the keys of a row tile.
 
-    As many as let the longest program take no less than an SM's share of the work: more visit more keys, and were never
-    faster (docs/results/short-calls-h200.txt). The number is a power of two, so that calls of nearby lengths are launched
-    alike. Packed sequences count as if all were as long as the longest. programs: of a head without splits, in this
-    launch.
+    As many as let the longest program take no less than an SM's share of the work: more visit more keys and were hardly
+    faster (docs/results/short-calls-h200.txt). The number is a power of two, so that calls of nearby lengths are
+    launched alike. Packed sequences count as if all were as long as the longest. programs: of a head without splits, in
+    this launch.
     """
     shape, tables = call.shape, call.tables
     if shape.offset < shape.q_len or not tables.s2o_heads:
