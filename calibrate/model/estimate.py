@@ -213,12 +213,13 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     trials = TRIED * recipe.trials * min(layers, GROUPS * math.sqrt(layers))
     head_layers = layers * geometry.query_heads * max(1.0, geometry.head_dim / 128)
     for length in recipe.lengths:
-        pairs = length * (length + 1) / 2 / max(1, length // SAMPLED_ROWS if on_gpu else 1)
+        every = max(1, length // SAMPLED_ROWS) if on_gpu else 1
+        pairs = length * length / 2 / every
         rankings = len(recipe.select_segments(length)) * len(recipe.lookbacks) * len(REPRESENTATIVES)
         measuring += recipe.num_prompts * head_layers * pairs * rankings / rates.curves
         measuring += recipe.num_prompts * time_forward(length)
         searching += (trials + layers) * (TRIAL + on_gpu * TIMED * time_sparse(length))
-        searching += on_gpu * layers * TIMED_LAYERS * time_attention(length)
+        searching += on_gpu * TIMED_LAYERS * time_attention(length)
     proven = recipe.all_lengths
 
     def time_profile(length: int) -> float:  # S2O's attention in all layers, the rest in one of them
@@ -228,8 +229,9 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     of_answers = recipe.budget.kind == "kl"
     answered = recipe.lengths if of_answers and sizes.resident else ()  # the dense model has read these prompts
 
-    def time_proof(often: float, prompts: int = recipe.held_out) -> float:  # the dense model reads a prompt once
-        return read + prompts * sum((at not in answered) * time_forward(at) + often * time_errors(at) for at in proven)
+    def time_proof(often: float, prompts: int = recipe.held_out, dense: bool = True) -> float:
+        forwards = sum(time_forward(at) for at in proven if dense and at not in answered)  # each prompt is read once
+        return read + prompts * (forwards + often * sum(map(time_errors, proven)))
 
     timing = on_gpu * sum(map(time_profile, proven))
     noise = weighing = scaling = 0.0
@@ -244,7 +246,8 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         weighing += sum(time_answers(length, ANSWERED, 1, 2) for length in recipe.lengths)
         scaling = sum(time_answers(length, recipe.held_out, 0.5, 1) for length in recipe.lengths)
     else:
-        certify = partial(time_proof, prompts=recipe.num_certify)
+        # random weights find no needle
+        certify = partial(time_proof, prompts=recipe.num_certify, dense=not recipe.random_weights)
         certifying = certify(ATTEMPTS)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     tokens = recipe.num_prompts * sum(recipe.lengths) + (recipe.held_out + recipe.num_certify) * sum(proven)

@@ -23,6 +23,7 @@ from calibrate.model.layers import DecoderLayer, Stream
 from calibrate.progress import show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
+    NOT_COMPARED,
     AgreementItem,
     ConfigSource,
     LayerConfigAt,
@@ -176,6 +177,7 @@ class Prover:
         revise: Revise[S] | None = None,
         *,
         timed: bool = True,
+        compared: bool = True,
         stage: str = "proving",
     ) -> tuple[S, dict[int, LengthProof]]:
         """Measure the errors that configurations cause in every layer at every length, and in the predictions.
@@ -189,6 +191,7 @@ class Prover:
             revise: given the configurations, the length, the layer's row and its proof, without times: returns what to
                 measure instead on the same inputs, or None to accept. By default all is accepted.
             timed: whether to time whole prompts too; without, the times of the proofs are 0 or None.
+            compared: whether the dense model reads the prompts too; without, no needle is found and KLs are NaN.
             stage: the purpose, a word in the journal's keys.
 
         Returns:
@@ -205,7 +208,7 @@ class Prover:
 
         def start(item_type: type[LayerProofItem], length: int, layer: int, config: LayerConfigAt) -> MeasurementBatch:
             items = [
-                item_type(length, prompt.sha256, index, layer, histories[length], config, stage=stage)
+                item_type(length, prompt.sha256, index, layer, histories[length], config, compared, stage=stage)
                 for index, prompt in enumerate(prompts[length])
             ]
             return MeasurementBatch(items, self.executor, self.journal)
@@ -229,7 +232,9 @@ class Prover:
                 self.on_step()
         proofs = {}
         for length, history in histories.items():
-            results = start(AgreementItem, length, len(history.configs) - 1, history.configs[-1]).results()
+            results = [vars(NOT_COMPARED)] * len(prompts[length])
+            if compared:
+                results = start(AgreementItem, length, len(history.configs) - 1, history.configs[-1]).results()
             proofs[length] = LengthProof.from_results(layers[length], results, prompts[length])
         return source, self._add_times(proofs, histories) if timed else proofs
 
@@ -297,7 +302,7 @@ class LayerTime(ProofItem):
         self.use_s2o(worker)
         with self.within_memory(worker, f"timing layer {self.number}"):
             cached_as = self.length, self.history.digest
-            forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, timed=True))
+            forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, compared=False))
             forward.move_to(self.number, self.history)
             with forward.enter_next_layer() as (layer, stream):
                 if layer.row is None:  # both prefills have it
@@ -315,10 +320,7 @@ class LayerTime(ProofItem):
                 others, dense = self._time_form(worker, layer, stream, calls["dense"])
                 s2o = _time_call(calls["s2o"], layer.device)
                 if s2o > dense:  # that would make the layer dense, so it must be no hiccup
-                    s2o, dense = (
-                        min(s2o, _time_call(calls["s2o"], layer.device)),
-                        min(dense, _time_call(calls["dense"], layer.device)),
-                    )
+                    s2o = min(s2o, _time_call(calls["s2o"], layer.device))
         attention = {"attention": (s2o, dense)} if layer.device.type == "cuda" else {}
         return {"patched": others + s2o, "dense": others + dense, **attention}
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from sklearn.cluster import AgglomerativeClustering
+from scipy.cluster.hierarchy import fcluster, linkage
 
 from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles
 from calibrate.curves.curves import Curves, Shape, select_rankings
@@ -159,11 +159,10 @@ def group_layers(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     """
     if len(costs) < 2:
         return [[layer] for layer in range(len(costs))]
-    clustering = AgglomerativeClustering(
-        n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=MAX_GROUP_WIDTH
-    )
+    tree = linkage(costs, "complete", "chebyshev")
+    labels = fcluster(tree, MAX_GROUP_WIDTH, "distance").tolist()
     groups: dict[int, list[int]] = {}
-    for layer, label in enumerate(clustering.fit_predict(costs).tolist()):
+    for layer, label in enumerate(labels):
         groups.setdefault(label, []).append(layer)
     return list(groups.values())
 
@@ -208,10 +207,10 @@ class CallTime(WorkItem):
             compiled.update(needed)
             compile_ahead(captured.s2o(tiled) for config in layers for tiled in with_tiles(config, self.tiles))
         try:
-            dense_seconds: dict[Hashable, float] = worker.cached("seconds of dense attention", dict)
+            dense_seconds: dict[int, float] = worker.cached("seconds of dense attention", dict)  # it is alike in layers
             s2o, device = captured.s2o(self.config), captured.q.device
-            timing = time_against_dense(s2o, captured.dense, device, dense_seconds.get(self.affinity))
-            dense_seconds[self.affinity] = timing.dense_seconds
+            timing = time_against_dense(s2o, captured.dense, device, dense_seconds.get(self.length))
+            dense_seconds[self.length] = timing.dense_seconds
             return asdict(timing)
         except FAILURES as failure:
             # inputs that are kept for later items may be what leaves too little memory: forget them and try again
