@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
+from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles
 from calibrate.curves.curves import Curves, Shape, select_rankings
@@ -159,10 +159,11 @@ def group_layers(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     """
     if len(costs) < 2:
         return [[layer] for layer in range(len(costs))]
-    tree = linkage(costs, "complete", "chebyshev")
-    labels = fcluster(tree, MAX_GROUP_WIDTH, "distance").tolist()
+    clustering = AgglomerativeClustering(
+        n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=MAX_GROUP_WIDTH
+    )
     groups: dict[int, list[int]] = {}
-    for layer, label in enumerate(labels):
+    for layer, label in enumerate(clustering.fit_predict(costs).tolist()):
         groups.setdefault(label, []).append(layer)
     return list(groups.values())
 

@@ -83,7 +83,7 @@ def test_no_circle_of_files():
     TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()  # raises what names a circle
 
 
-HEAVY = {"optuna", "yaml", "transformers", "triton", "rich", "matplotlib"}
+HEAVY = {"optuna", "sklearn", "yaml", "transformers", "triton", "rich", "matplotlib"}
 
 
 def test_the_command_line_and_what_reads_a_record_import_no_torch():

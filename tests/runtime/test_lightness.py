@@ -24,7 +24,7 @@ EXHAUSTIVE = pytest.mark.exhaustive(reason="imports transformers in cold process
 IMPORT_SECONDS = 0.15
 PATCH_SECONDS = 0.1
 RUNS = 3
-HEAVY = ("optuna", "yaml", "transformers", "calibrate", "triton", "rich", "matplotlib")
+HEAVY = ("optuna", "sklearn", "yaml", "transformers", "calibrate", "triton", "rich", "matplotlib")
 TRANSFORMERS = """
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaForCausalLM
