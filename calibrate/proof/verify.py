@@ -41,7 +41,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.call import Scoring
 
-ROUNDS = 3  # of each time, after one that is not counted
+ROUNDS, SHARED_ROUNDS = 3, 9  # of each time, and of one that stands for all layers, after one that is not counted
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 EIGHTH_OVER_LIMIT = 1.5  # times its limit that a layer's error may be in any eighth of the prompts
 
@@ -332,12 +332,12 @@ class LayerTime(ProofItem):
         shapes = tuple((name, parameter.shape) for name, parameter in layer.module.named_parameters())
         form = self.length, attention is None, type(layer.module), shapes
         if form not in forms:
-            dense = _time_call(attention, layer.device) if attention else 0.0
-            forms[form] = _time_call(partial(layer.dense, stream), layer.device, LAYER_FLUSHES) - dense, dense
+            dense = _time_call(attention, layer.device, rounds=SHARED_ROUNDS) if attention else 0.0
+            whole = _time_call(partial(layer.dense, stream), layer.device, LAYER_FLUSHES, SHARED_ROUNDS)
+            forms[form] = whole - dense, dense
         return forms[form]
 
 
-def _time_call(call: Callable[[], Any], device: torch.device, flushes: int = FLUSHES) -> float:
+def _time_call(call: Callable[[], Any], device: torch.device, flushes: int = FLUSHES, rounds: int = ROUNDS) -> float:
     """Return the median seconds of a call; on a CPU, where times decide nothing, of one round."""
-    rounds = ROUNDS if device.type == "cuda" else 1
-    return measure_medians({"call": call}, device, rounds, flushes)["call"]
+    return measure_medians({"call": call}, device, rounds if device.type == "cuda" else 1, flushes)["call"]
