@@ -127,7 +127,7 @@ class Budget:
         return f"{self.kind.replace('_', '-')}-{self.value:g}"
 
 
-DEFAULT_BUDGET = Budget("kl", 3e-3)
+DEFAULT_BUDGET = Budget("kl", 2e-3)
 RANDOM_BUDGET = Budget("rel_mse", 1e-3)  # the default of random weights, whose answers are noise
 DEFAULT_CEILING = 1e-2
 
@@ -147,7 +147,7 @@ class Recipe:
 
     >>> from pathlib import Path
     >>> Recipe.from_options({"model": "demo", "lengths": (1024, 2048), "out": Path("p.safetensors")}).budget
-    Budget(kind='kl', value=0.003, ceiling=None)
+    Budget(kind='kl', value=0.002, ceiling=None)
     """
 
     # fmt: off

@@ -66,7 +66,7 @@ def test_its_defaults_are_the_commands(tiny_folder, tmp_path, monkeypatch):
     assert command.main(["--model", "demo", "--device", "cpu", "--time-limit", "5m"]) == 4
     assert recipes[0] == recipes[1]
     assert recipes[0].lengths == (1024, 2048)
-    assert recipes[0].out == Path("profiles/demo/cpu/kl-0.003.safetensors")
+    assert recipes[0].out == Path("profiles/demo/cpu/kl-0.002.safetensors")
     assert recipes[0].time_limit == 300
 
 

@@ -350,7 +350,7 @@ def test_a_host_without_gpus_plans_for_those_that_have_some(plan_of, monkeypatch
     plan = plan_of(*workers, "--target-gpu", "H200")
     assert (plan["lengths"], plan["loaded"]) == ("8192, 32768", "15.2 GB, which stay on the device")
     assert plan["memory"].endswith("of the GPU's 140")
-    assert plan["out"] == "profiles/qwen2.5-7b/nvidia-h200/kl-0.003.safetensors"
+    assert plan["out"] == "profiles/qwen2.5-7b/nvidia-h200/kl-0.002.safetensors"
     assert plan_of(*workers)["memory"].endswith("of each GPU")
 
 

@@ -142,7 +142,7 @@ def test_flags_override_a_file():
 
 
 def test_answers_are_held_by_default_but_not_those_of_random_weights():
-    assert recipe().budget == DEFAULT_BUDGET == Budget("kl", 3e-3)
+    assert recipe().budget == DEFAULT_BUDGET == Budget("kl", 2e-3)
     assert recipe(random_weights=True).budget == Budget("rel_mse", 1e-3)
     assert [Budget(kind, 1e-3).unit for kind in BUDGET_KINDS] == ["mse", "rel_mse", "rel_mse"]
 
