@@ -45,6 +45,7 @@ from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, me
 from calibrate.versions import collect_versions
 from calibrate.work.executor import Executor, StageWork, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.config import REPRESENTATIVES, HeadConfig, LayerConfig
 from s2o_runtime.devices import DeviceIdentity, get_capability
 from s2o_runtime.errors import InputError, S2OError
@@ -208,13 +209,14 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
     if tested is None or not tiles:
         return []
     heads = shape.query_heads
-    segment = segments[-1]
+    segment = segments[0]  # kernels are those of any segment, and a shorter one takes less memory
     last_rows = recipe.count_last_rows(longest)
     layers = with_tiles(LayerConfig.uniform(heads, segment=segment), tiles)
     for tail in make_constraints(recipe).tails:
-        ranked = [HeadConfig(1.0, segment, representatives=count, tail=tail) for count in REPRESENTATIVES]
-        for first in (ranked[0], replace(ranked[0], mode="dense")):
-            layers.append(LayerConfig((first, *[ranked[-1]] * (heads - 1)), tiles[0], last_rows=last_rows))
+        one, many = (HeadConfig(1.0, segment, representatives=count, tail=tail) for count in REPRESENTATIVES)
+        for first in (one, replace(one, mode="dense")):
+            layers.append(LayerConfig((first, *[many] * (heads - 1)), tiles[0], last_rows=last_rows))
+        layers.append(LayerConfig((many,) * heads, tiles[0]))  # as crossovers are measured
 
     def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
         return draw_inputs(shape, length, length, torch.bfloat16, device)
@@ -229,7 +231,7 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         measure_prompt(prompt, sorted(shapes, key=attrgetter("stride")), recipe)
 
     def run_layer(layer: LayerConfig) -> None:
-        s2o_attention(*make_inputs(longest), layer)
+        warmup(layer, kv_heads=shape.kv_heads, head_dim=shape.head_dim, device=device)
 
     def try_call(call: Callable[[], None]) -> None:
         with suppress(S2OError):  # the model's own call reports what is wrong

@@ -15,7 +15,9 @@ from tqdm import tqdm
 from s2o_runtime.fields import pluralize
 from s2o_runtime.logs import emit_line, should_write_json
 
-QUICKER = 0.1  # of the whole plan counts as taken as planned, beside phases that were quicker: they may be few
+# Of the whole plan so much counts as taken as planned, beside phases that were slower or quicker: few say little.
+SLOWER = 0.02
+QUICKER = 0.1
 SILENCE = 30.0  # seconds after which a line of progress is written even if no tenth is reached
 T = TypeVar("T")
 
@@ -73,11 +75,10 @@ class PhaseClock:
 
     def _compute_pace(self, took: float, planned: float) -> float:
         """Return how many times as long as planned later phases take, by the seconds of those so far."""
-        if took > planned > 0:
-            return took / planned
-        if self.continues:
+        if self.continues and took <= planned:
             return 1.0
-        doubt = QUICKER * sum(self._expected.values())
+        share = SLOWER if took > planned else QUICKER
+        doubt = share * sum(self._expected.values())
         return (took + doubt) / (planned + doubt)
 
 

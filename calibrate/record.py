@@ -166,7 +166,7 @@ class PredictedLayer(RecordNode):
         "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
     )
     dense_seconds: float | None = record_field(
-        "dense attention, timed in turns with the layer's first trial", "seconds"
+        "dense attention at this length, timed in turns with the first trial", "seconds"
     )
 
 
@@ -219,7 +219,7 @@ class ProvenLength(RecordNode):
         "needles the patched model keeps of those the dense one finds, and how many that are; absent if the prompts "
         "ask for none"
     )
-    prefill_seconds: float | None = record_field("all decoder layers on the first prompt; on a GPU only", "seconds")
+    prefill_seconds: float | None = record_field("decoder layers' sum, like parts timed once; on a GPU only", "seconds")
     dense_prefill_seconds: float | None = record_field("the dense model's", "seconds")
     layers: tuple[ProvenLayer, ...] | None = record_field("one entry for each layer, in their order")
 

@@ -37,6 +37,7 @@ from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, antidiagonal_t
 
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
+SCORE_COLUMNS = (16, 128)  # the fewest and the most representatives that a program of `scores` keeps
 TAIL_SEGMENTS = (40, 80)  # of a call, one number for each form of the kernel `tail`
 POINTERS_OF = {  # by type
     "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V MEAN_KEYS MEAN_VALUES",
@@ -133,8 +134,8 @@ FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 class Case:
     """One kernel in one configuration for one GPU generation.
 
-    variant: a key of one of the dictionaries above; rows: of a block of `mean_key_mass`, or the segments of a call of
-    `tail`; representatives: of a segment of some heads, others have one.
+    variant: a key of one of the dictionaries above; rows: of a block of `mean_key_mass`, the representatives of a call
+    of `scores`, or the segments of a call of `tail`; representatives: of a segment of some heads, others have one.
     """
 
     kernel: str
@@ -266,9 +267,10 @@ def cases() -> list[Case]:
                 continue  # dense there
             for tile in sorted(tiles, key=str):
                 chosen.append(Case("prefill_hopper" if tile.specialized else "prefill", capability, head_dim, tile))
+            chosen += [Case("means", capability, head_dim, representatives=count) for count in REPRESENTATIVES]
             chosen += [
-                Case(kernel, capability, head_dim, representatives=count)
-                for kernel, count in itertools.product(("means", "scores"), REPRESENTATIVES)
+                Case("scores", capability, head_dim, representatives=count, rows=rows)
+                for count, rows in itertools.product(REPRESENTATIVES, SCORE_COLUMNS)
             ]
             chosen += [Case("tail", capability, head_dim, rows=rows) for rows in TAIL_SEGMENTS]
             if kernel_pass.may_compile(pair, triton.__version__):
@@ -437,7 +439,7 @@ def compile_case(case: Case) -> Compiled:
             more = {"ROWS": means.count_query_rows(head_dim), "STAGES": means.MEAN_STAGES, "BK": means.LOG_SUM_KEYS}
             more |= {"SAMPLE": means.LOG_SUM_SAMPLE, "STEPS": means.POOL_STEPS}
         case "scores":
-            home, more = scores, {"WARPS": scores.SCORE_WARPS, "COLUMNS": scores.count_columns(head_dim)}
+            home, more = scores, {"WARPS": scores.SCORE_WARPS, "COLUMNS": scores.count_columns(head_dim, rows)}
             more |= {"KEYS": scores.SCORE_KEYS, "STAGES": scores.SCORE_STAGES}
             options = {"num_warps": scores.SCORE_WARPS, "maxnreg": scores.MAX_REGISTERS}
         case "order":

@@ -34,6 +34,8 @@ def run_command(program: str, flags: Flags, command: Callable[[Flags], int], if_
     logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # the path of each layer is of no interest here
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # every retry without a network would be two lines
+    # prompts of many lengths: blocks that one leaves are too short for the next, and stay where they are
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended stops as with Ctrl-C
 
     def report_disk_errors() -> int:

@@ -87,7 +87,7 @@ class Rates(NamedTuple):
     tokens: float
 
 
-H200 = Rates(flops=6e14, curves=3.25e11, tokens=1.1e6)
+H200 = Rates(flops=6e14, curves=3.25e11, tokens=8e5)
 CPU_THREAD = Rates(flops=8e10, curves=5e7, tokens=4e5)
 H200_SMS = 132
 FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
@@ -101,7 +101,7 @@ FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
 MADE = 4e5  # tokens of prompts that are made in a second
 START = 4.0  # seconds to load a small model, and to test it
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
-COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a GPU
+COMPILING, CROSSOVERS = 12.0, 25.0  # seconds for the kernels of a stage, and for crossovers, on a GPU
 TRIAL = 0.045  # seconds for a trial of the search, besides the attention in it
 TIMED = 5  # calls of a trial, to compile among them
 TIMED_LAYER, TIMED_LAYERS = 0.03, 4  # seconds for a layer of the profile besides its calls, and those of each kind
@@ -209,16 +209,17 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         return read + prompts * (answering + variants * (time_patched(length) + TURNS * turn))
 
     measuring = read + on_gpu * COMPILING
-    searching = on_gpu * COMPILING
-    trials = TRIED * recipe.trials * min(layers, GROUPS * math.sqrt(layers))
+    searching = on_gpu * CROSSOVERS
+    trials = TRIED * recipe.trials * GROUPS * math.sqrt(layers)
     head_layers = layers * geometry.query_heads * max(1.0, geometry.head_dim / 128)
     for length in recipe.lengths:
-        pairs = length * (length + 1) / 2 / max(1, length // SAMPLED_ROWS if on_gpu else 1)
+        every = max(1, length // SAMPLED_ROWS) if on_gpu else 1
+        pairs = length * length / 2 / every
         rankings = len(recipe.select_segments(length)) * len(recipe.lookbacks) * len(REPRESENTATIVES)
         measuring += recipe.num_prompts * head_layers * pairs * rankings / rates.curves
         measuring += recipe.num_prompts * time_forward(length)
         searching += (trials + layers) * (TRIAL + on_gpu * TIMED * time_sparse(length))
-        searching += on_gpu * layers * TIMED_LAYERS * time_attention(length)
+        searching += on_gpu * TIMED_LAYERS * time_attention(length)
     proven = recipe.all_lengths
 
     def time_profile(length: int) -> float:  # S2O's attention in all layers, the rest in one of them
@@ -228,8 +229,9 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     of_answers = recipe.budget.kind == "kl"
     answered = recipe.lengths if of_answers and sizes.resident else ()  # the dense model has read these prompts
 
-    def time_proof(often: float, prompts: int = recipe.held_out) -> float:  # the dense model reads a prompt once
-        return read + prompts * sum((at not in answered) * time_forward(at) + often * time_errors(at) for at in proven)
+    def time_proof(often: float, prompts: int = recipe.held_out, dense: bool = True) -> float:
+        forwards = sum(time_forward(at) for at in proven if dense and at not in answered)  # each prompt is read once
+        return read + prompts * (forwards + often * sum(map(time_errors, proven)))
 
     timing = on_gpu * sum(map(time_profile, proven))
     noise = weighing = scaling = 0.0
@@ -244,7 +246,8 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         weighing += sum(time_answers(length, ANSWERED, 1, 2) for length in recipe.lengths)
         scaling = sum(time_answers(length, recipe.held_out, 0.5, 1) for length in recipe.lengths)
     else:
-        certify = partial(time_proof, prompts=recipe.num_certify)
+        # random weights find no needle
+        certify = partial(time_proof, prompts=recipe.num_certify, dense=not recipe.random_weights)
         certifying = certify(ATTEMPTS)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     tokens = recipe.num_prompts * sum(recipe.lengths) + (recipe.held_out + recipe.num_certify) * sum(proven)

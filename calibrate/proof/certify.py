@@ -84,7 +84,11 @@ def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
                 problems.append(problem)
                 continue
             means = MeanCertifier(candidate, length, TextGroups.from_prompts(length_prompts))
-            _, proofs = shown.prove(candidate, {length: length_prompts}, means.revise, timed=False, stage="certifying")
+            needles = proven.proofs[length].needles
+            compared = needles is None or needles[1] > 0  # else the dense model finds too few for any claim
+            _, proofs = shown.prove(
+                candidate, {length: length_prompts}, means.revise, timed=False, compared=compared, stage="certifying"
+            )
             candidate = means.result()
             certificates[length] = build_certificate(length, proofs[length], means)
             problems.append(find_lost_retrieval(length, certificates[length].retrieval, candidate.recipe))
@@ -181,7 +185,7 @@ def build_certificate(length: int, proof: LengthProof, means: MeanCertifier) -> 
     ]
     layers = tuple(means.layers[layer] for layer in range(len(proof.layers)))
     entry = describe_prompts(length, proof.prompts, proof.agreements, shares)
-    return replace(entry, mean_kl=proof.kl, layers=layers)
+    return replace(entry, mean_kl=keep_finite(proof.kl), layers=layers)
 
 
 def describe_prompts(
@@ -207,7 +211,7 @@ def describe_prompts(
             domain=domain,
             prompts=len(numbers),
             groups=groups.kinds.count(domain),
-            kl=statistics.fmean(max(agreements[number].kl, 0.0) for number in numbers),
+            kl=keep_finite(statistics.fmean(max(agreements[number].kl, 0.0) for number in numbers)),
             error_over_limit=find_largest(numbers),
         )
         for domain, numbers in sorted(by_domain.items())

@@ -210,13 +210,13 @@ def make_layer_state(
 class PromptForward:
     """One prompt, by its hash, in the patched model before some decoder layer, and beside it in the dense model.
 
-    index: the prompt's number among those of its length. timed: whether only times are wanted; then, and where the
-    worker knows already what the dense model predicts, that one does not move along.
+    index: the prompt's number among those of its length. compared: whether predictions are compared; else, and where
+    the worker knows already what the dense model predicts, that one does not move along.
     """
 
-    def __init__(self, worker: WorkerState, prompt: str, index: int = 0, timed: bool = False) -> None:
+    def __init__(self, worker: WorkerState, prompt: str, index: int = 0, compared: bool = True) -> None:
         self._worker, self._prompt, self._name, self._index = worker, worker.prompts[prompt], prompt, index
-        self._with_dense = not timed and prompt not in worker.dense["hidden states"]
+        self._with_dense = compared and prompt not in worker.dense["hidden states"]
         self._start_over()
 
     @torch.no_grad()
@@ -323,6 +323,7 @@ class LayerProofItem(ProofItem):
     layer: int  # its row in the profile
     before: LayerHistory
     config: LayerConfigAt
+    compared: bool  # whether both models' predictions are compared after the last layer
 
     @property
     def affinity(self) -> Hashable:
@@ -372,7 +373,9 @@ class LayerProofItem(ProofItem):
         """Yield the prompt before a decoder layer."""
         with self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.get_layer_number(self.layer)}"):
             self.use_s2o(worker)
-            forward = worker.cached(self.affinity, lambda: PromptForward(worker, self.prompt, self.index))
+            forward = worker.cached(
+                self.affinity, lambda: PromptForward(worker, self.prompt, self.index, self.compared)
+            )
             forward.move_to(number, self.before)
             yield forward
 

@@ -6,6 +6,7 @@ the results, and change what is not good enough.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.call import Scoring
 
-ROUNDS = 3  # of each time, after one that is not counted
+ROUNDS, SHARED_ROUNDS = 3, 9  # of each time, and of one that stands for all layers, after one that is not counted
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 EIGHTH_OVER_LIMIT = 1.5  # times its limit that a layer's error may be in any eighth of the prompts
 
@@ -176,6 +177,7 @@ class Prover:
         revise: Revise[S] | None = None,
         *,
         timed: bool = True,
+        compared: bool = True,
         stage: str = "proving",
     ) -> tuple[S, dict[int, LengthProof]]:
         """Measure the errors that configurations cause in every layer at every length, and in the predictions.
@@ -189,6 +191,7 @@ class Prover:
             revise: given the configurations, the length, the layer's row and its proof, without times: returns what to
                 measure instead on the same inputs, or None to accept. By default all is accepted.
             timed: whether to time whole prompts too; without, the times of the proofs are 0 or None.
+            compared: whether the dense model reads the prompts too; without, no needle is found and KLs are NaN.
             stage: the purpose, a word in the journal's keys.
 
         Returns:
@@ -205,7 +208,7 @@ class Prover:
 
         def start(item_type: type[LayerProofItem], length: int, layer: int, config: LayerConfigAt) -> MeasurementBatch:
             items = [
-                item_type(length, prompt.sha256, index, layer, histories[length], config, stage=stage)
+                item_type(length, prompt.sha256, index, layer, histories[length], config, compared, stage=stage)
                 for index, prompt in enumerate(prompts[length])
             ]
             return MeasurementBatch(items, self.executor, self.journal)
@@ -229,7 +232,9 @@ class Prover:
                 self.on_step()
         proofs = {}
         for length, history in histories.items():
-            results = start(AgreementItem, length, len(history.configs) - 1, history.configs[-1]).results()
+            results = [{"kl": math.nan, "top1": math.nan, "found": 0, "kept": 0}] * len(prompts[length])
+            if compared:
+                results = start(AgreementItem, length, len(history.configs) - 1, history.configs[-1]).results()
             proofs[length] = LengthProof.from_results(layers[length], results, prompts[length])
         return source, self._add_times(proofs, histories) if timed else proofs
 
@@ -297,7 +302,7 @@ class LayerTime(ProofItem):
         self.use_s2o(worker)
         with self.within_memory(worker, f"timing layer {self.number}"):
             cached_as = self.length, self.history.digest
-            forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, timed=True))
+            forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, compared=False))
             forward.move_to(self.number, self.history)
             with forward.enter_next_layer() as (layer, stream):
                 if layer.row is None:  # both prefills have it
@@ -315,10 +320,7 @@ class LayerTime(ProofItem):
                 others, dense = self._time_form(worker, layer, stream, calls["dense"])
                 s2o = _time_call(calls["s2o"], layer.device)
                 if s2o > dense:  # that would make the layer dense, so it must be no hiccup
-                    s2o, dense = (
-                        min(s2o, _time_call(calls["s2o"], layer.device)),
-                        min(dense, _time_call(calls["dense"], layer.device)),
-                    )
+                    s2o = min(s2o, _time_call(calls["s2o"], layer.device))
         attention = {"attention": (s2o, dense)} if layer.device.type == "cuda" else {}
         return {"patched": others + s2o, "dense": others + dense, **attention}
 
@@ -330,12 +332,12 @@ class LayerTime(ProofItem):
         shapes = tuple((name, parameter.shape) for name, parameter in layer.module.named_parameters())
         form = self.length, attention is None, type(layer.module), shapes
         if form not in forms:
-            dense = _time_call(attention, layer.device) if attention else 0.0
-            forms[form] = _time_call(partial(layer.dense, stream), layer.device, LAYER_FLUSHES) - dense, dense
+            dense = _time_call(attention, layer.device, rounds=SHARED_ROUNDS) if attention else 0.0
+            whole = _time_call(partial(layer.dense, stream), layer.device, LAYER_FLUSHES, SHARED_ROUNDS)
+            forms[form] = whole - dense, dense
         return forms[form]
 
 
-def _time_call(call: Callable[[], Any], device: torch.device, flushes: int = FLUSHES) -> float:
+def _time_call(call: Callable[[], Any], device: torch.device, flushes: int = FLUSHES, rounds: int = ROUNDS) -> float:
     """Return the median seconds of a call; on a CPU, where times decide nothing, of one round."""
-    rounds = ROUNDS if device.type == "cuda" else 1
-    return measure_medians({"call": call}, device, rounds, flushes)["call"]
+    return measure_medians({"call": call}, device, rounds if device.type == "cuda" else 1, flushes)["call"]

@@ -263,7 +263,7 @@ def _predict_seconds(choice: LayerPlan, choices: Sequence[LayerPlan]) -> float |
     """Return the seconds that a layer's attention will take; None where it was not timed."""
     if choice.timing is None or choice.seconds is None:
         return None
-    # A GPU may be slower for a while, so only the ratio to the dense calls of its own layer is certain.
+    # A GPU may be slower for a while, so only the ratio to the dense calls that it was compared with counts.
     # Dense attention takes the same time in every layer: the ratio is applied to the median of its times.
     dense = statistics.median(other.timing.dense_seconds for other in choices if other.timing is not None)
     return dense * choice.seconds / choice.timing.dense_seconds

@@ -92,7 +92,9 @@ def list_claims(certificate: Certificate | None) -> list[str]:
 def _describe_certified(length: CertifiedLength, confidence: float) -> str:
     """Return the claim about answers of a length, or the KL that its prompts had, and the needles."""
     answers = length.answers
-    if answers is None:
+    if answers is None and length.mean_kl is None:
+        text = "the dense model, which had found no needle, read none of these prompts"
+    elif answers is None:
         text = f"these prompts had a mean KL of {format_number(length.mean_kl, '.1e')}"
     else:
         noise = "" if answers.noise is None else f", two dense kernels {answers.noise:.1e}"

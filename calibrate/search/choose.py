@@ -208,10 +208,10 @@ class CallTime(WorkItem):
             compiled.update(needed)
             compile_ahead(captured.s2o(tiled) for config in layers for tiled in with_tiles(config, self.tiles))
         try:
-            dense_seconds: dict[Hashable, float] = worker.cached("seconds of dense attention", dict)
+            dense_seconds: dict[int, float] = worker.cached("seconds of dense attention", dict)  # it is alike in layers
             s2o, device = captured.s2o(self.config), captured.q.device
-            timing = time_against_dense(s2o, captured.dense, device, dense_seconds.get(self.affinity))
-            dense_seconds[self.affinity] = timing.dense_seconds
+            timing = time_against_dense(s2o, captured.dense, device, dense_seconds.get(self.length))
+            dense_seconds[self.length] = timing.dense_seconds
             return asdict(timing)
         except FAILURES as failure:
             # inputs that are kept for later items may be what leaves too little memory: forget them and try again

@@ -316,21 +316,27 @@ def _is_faster(s2o: float, dense: float, density: float, share: float) -> bool:
     return s2o + density * dense < share * dense
 
 
-@lru_cache(maxsize=1024)
 def time_calls(
     key: CrossoverKey, geometry: Geometry, device: torch.device, queries: int, keys: int
 ) -> tuple[float, float]:
-    """Measure median times of S2O, wherever its tile would go dense, and of dense attention, for the last queries.
+    """Measure median times of S2O, wherever its tile would go dense, and of dense attention, for the last queries."""
+    s2o, dense = (_time_call(config, geometry, device, queries, keys) for config in (key.make_config(geometry), None))
+    return s2o, dense
+
+
+@lru_cache(maxsize=4096)
+def _time_call(config: LayerConfig | None, geometry: Geometry, device: torch.device, queries: int, keys: int) -> float:
+    """Measure the median time of a layer's call for the last queries, or of dense attention, which all share.
 
     Dense attention behind a prefix is that of the fastest kernel: torch's own choice is FlashAttention 2 there.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = key.make_config(geometry)
     q, k, v = draw_inputs(geometry, queries, keys, dtype, device)
     calls: dict[str, Callable[[], Tensor]] = {"dense": partial(dense_attention, q, k, v)}
-    for kernel in list_dense_kernels(device) if queries < keys else ():
+    if config is not None:
+        calls = {"s2o": partial(s2o_attention, q, k, v, config)}
+    for kernel in list_dense_kernels(device) if config is None and queries < keys else ():
         with suppress(*FAILURES):  # nobody runs a kernel that does not take the call
             kernel(q, k, v)
             calls[kernel.__name__] = partial(kernel, q, k, v)
-    times = measure_medians({**calls, "s2o": partial(s2o_attention, q, k, v, config)}, device, ROUNDS)
-    return times.pop("s2o"), min(times.values())
+    return min(measure_medians(calls, device, ROUNDS).values())

@@ -33,7 +33,6 @@ from .launch import Argument, group_strides, launch, list_strides
 from .primitives import LN2, RCP_LN2, head_pointer, load_sequence
 
 DENSITY = 0.25  # the share of its keys that a head that stops is assumed to visit; the true one is not known in advance
-LONGEST = 0.5  # keys are split if a program takes more than this share of an SM's mean work
 MOST_SPLITS = 16
 FEWEST_KEYS = 4096  # of a split: a head that stops visits 1024 of them, and its window, which is computed anew
 SPLIT_BYTES = 64 << 20  # of workspace for the outputs of splits
@@ -44,9 +43,10 @@ COMBINE_WARPS = 4
 def count_key_splits(call: Call, programs: int, gpu: Resources) -> int:
     """Count the programs that share the keys of a row tile.
 
-    One, unless so many keys precede the queries that the longest program takes longer than an SM's share of the work.
-    The number is a power of two, so that calls of nearby lengths are launched alike. Packed sequences count as if all
-    were as long as the longest. programs: of a head without splits, in this launch.
+    As many as let the longest program take no less than an SM's share of the work: more visit more keys and were hardly
+    faster (docs/results/short-calls-h200.txt). The number is a power of two, so that calls of nearby lengths are
+    launched alike. Packed sequences count as if all were as long as the longest. programs: of a head without splits, in
+    this launch.
     """
     shape, tables = call.shape, call.tables
     if shape.offset < shape.q_len or not tables.s2o_heads:
@@ -55,10 +55,9 @@ def count_key_splits(call: Call, programs: int, gpu: Resources) -> int:
     dense_rows = min(call.config.last_rows / shape.q_len, 1.0)  # the share of a head's programs that visit all keys
     of_head = dense_rows + (1 - dense_rows) * DENSITY
     of_sm = shape.batch * programs * (tables.dense_heads + of_head * tables.s2o_heads) / gpu.sm_count
-    needed = longest / (LONGEST * of_sm)
     split_bytes = 4 * shape.batch * shape.query_heads * programs * call.config.tile.rows * shape.head_dim
-    possible = min(MOST_SPLITS, shape.kv_len // FEWEST_KEYS, SPLIT_BYTES // split_bytes)
-    return 1 << int(min(math.ceil(math.log2(max(1, needed))), math.log2(max(1, possible))))
+    most = min(longest / of_sm, MOST_SPLITS, shape.kv_len // FEWEST_KEYS, SPLIT_BYTES // split_bytes)
+    return 1 << int(math.log2(max(1, most)))
 
 
 def allocate_splits(call: Call, splits: int, rows: int, device: torch.device) -> Splits:

@@ -400,7 +400,8 @@ def _without_unsupported_heads(tensors: dict[str, Tensor]) -> tuple[dict[str, Te
     """
     mode, tail, representatives = (tensors[name] for name in ("mode", "tail", "representatives"))
     unsupported = (tail >= len(get_args(Tail))) | (tensors["grain"] != KEY_BLOCK)[..., None]
-    unsupported |= ~torch.isin(representatives, torch.tensor(REPRESENTATIVES)) | (tensors["scores"] != 0)[..., None]
+    known = representatives.new_tensor(REPRESENTATIVES)  # not on torch's default device, which vLLM sets to the GPU
+    unsupported |= ~torch.isin(representatives, known) | (tensors["scores"] != 0)[..., None]
     values = {"mode": _ENCODED["mode"]["dense"], "tail": 0, "representatives": 1}
     supported = {name: tensors[name].masked_fill(unsupported, value) for name, value in values.items()}
     return tensors | supported, int((supported["mode"] != mode).sum())

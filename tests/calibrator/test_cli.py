@@ -329,7 +329,7 @@ def test_the_plan_of_an_alias_needs_no_hub(command, plan_of, caplog):
     assert plan["architecture"] == "qwen2, 28 layers, 28 query heads, 4 KV heads, head dim 128"
     assert (plan["model"], plan["weights"]) == ("qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct (given)", "the model's")
     assert re.fullmatch(
-        r"about \d+ h \d+ min \(.*proving .*, certifying .*\), less what the journal has", plan["takes"]
+        r"about \d+ h \d+ min \(.*certifying .*, proving .*\), less what the journal has", plan["takes"]
     )
     warning = r"qwen2.5-7b has 7.6 billion parameters and this run has no GPU: it takes about \d+ h \d+ min"
     assert re.search(warning + ".*--dry-run --target-gpu H100$", caplog.text, re.MULTILINE)

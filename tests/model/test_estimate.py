@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from calibrate.model import estimate as module
 from calibrate.model.estimate import (
@@ -34,11 +34,16 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150109880320)
 CPU = DeviceIdentity("cpu", "cpu")
 FACTOR = 1.5  # what the plan promises
+SMOLLM2 = LlamaConfig(
+    hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+    vocab_size=49152, tie_word_embeddings=True,
+)  # fmt: skip
 CODER = Qwen2Config(
     hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
     vocab_size=151936, tie_word_embeddings=False,
 )  # fmt: skip
 DEFAULTS = {"num_prompts": 5, "num_held_out": 10, "num_certify": 20, "budget_kl": 3e-3}
+CONFIGS = {"smollm2": SMOLLM2, "coder": CODER}
 ONE_7B = {"model": "qwen2.5-7b", "random_weights": True, "lengths": (32768,), "num_prompts": 8}
 PAIR = {"lengths": (8192, 32768)}
 
@@ -49,13 +54,8 @@ def read_json(file):
 
 def list_measured():
     """Options of the runs that were measured, with layers of other kinds and experts among them, and their seconds."""
-    scaling = read_json("scaling-h200-x2.json")["runs"]
-    yield (
-        {"model": "coder"} | PAIR | DEFAULTS,
-        read_json("calibrate-qwen2.5-coder-1.5b-windows-h200.json")["calibration_seconds"],
-    )
-    yield ONE_7B, scaling["one"]["process_seconds"]
-    yield ONE_7B | {"gpus": 2}, scaling["many"]["process_seconds"]
+    for run in read_json("calibration-phases.json")["runs"]:
+        yield DEFAULTS | run["options"] | {"lengths": tuple(run["options"]["lengths"])}, run["calibration_seconds"]
     for name in ("gemma", "gpt-oss", "qwen3"):
         measured = read_json(f"rehearsals-{name}-h200.json")
         settings, row = measured["settings"], measured["rows"][0]
@@ -70,7 +70,7 @@ def _memory_of_an_h200(monkeypatch):
 
 
 def model_of(name):
-    config = CODER if name == "coder" else load_config(name, random_weights=True)
+    config = CONFIGS.get(name) or load_config(name, random_weights=True)
     return build_skeleton(config, torch.bfloat16, torch.device("cpu"))
 
 
@@ -91,7 +91,7 @@ def test_a_whole_run_takes_what_was_measured(options, seconds):
 def test_each_phase_takes_what_was_measured_and_the_memory_is_that():
     """The memory without a certificate, whose prompts are all on the GPU at a time."""
     predicted = estimated(model="coder", **PAIR, **DEFAULTS).seconds
-    took = read_json("calibrate-qwen2.5-coder-1.5b-windows-h200.json")["phases"]
+    took = read_json("calibration-phases.json")["runs"][0]["phases"]
     assert all(took[phase] / 1.6 <= predicted[phase] <= 1.6 * took[phase] for phase in predicted if took[phase] > 10)
     measured = re.search(r"peak GiB ([\d.]+)", (RESULTS / "calibrate-7b-memory-h200.txt").read_text())
     assert estimated(**ONE_7B, num_certify=0).memory / GIB == pytest.approx(float(measured[1]), rel=0.2)

@@ -203,6 +203,13 @@ def test_tensors_that_say_what_there_is_not_are_neither_read_nor_written(tmp_pat
             save_profile(profile(), tmp_path / "p.safetensors")
 
 
+def test_a_file_is_read_whatever_torch_puts_tensors_on_by_default(tmp_path):
+    """vLLM builds its layers under the GPU as the default device."""
+    save_profile(profile(), path := tmp_path / "p.safetensors")
+    with torch.device("meta"):
+        assert load_profile(path) == load_profile(path)
+
+
 def test_truncated_foreign_and_missing_files(tmp_path):
     for length in (0, 4, 100, len(DATA) - 1):
         assert "damaged or foreign" in outcome(DATA[:length], tmp_path)

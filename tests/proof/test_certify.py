@@ -96,8 +96,9 @@ class Certifying:
     def show_progress(self, title, lengths):
         return nullcontext(self)
 
-    def prove(self, candidate, prompts, revise, timed=False, stage="certifying"):
+    def prove(self, candidate, prompts, revise, timed=False, compared=True, stage="certifying"):
         self.attempts.append(candidate)
+        self.compared = compared
         (length,), proof = prompts, next(self._proofs)
         for layer, layer_proof in enumerate(proof.layers):
             while (candidate := revise(candidate, length, layer, layer_proof)) is not None:
@@ -173,6 +174,17 @@ def test_a_group_counts_once_by_its_largest_prompt():
     assert groups.max_per_group([1.0, 2.0, 3.0, 4.0, 5.0]) == [3.0, 2.0, 4.0, 5.0]
     assert certified(seen).groups == 4
     assert [one.groups for one in certified(seen).domains] == [2, 2]
+
+
+@pytest.mark.parametrize(("needles", "compared"), [(None, True), ((1, 2), True), ((0, 0), False)])
+def test_the_dense_model_reads_no_prompt_where_it_had_found_no_needle(needles, compared):
+    prover, proven = Certifying(length_proof()), with_proofs(BEGUN, {512: {"needles": needles}})
+    certify.certify(prover, {512: length_proof().prompts}, proven)
+    assert prover.compared == compared
+    claim = list_claims(Certificate(lengths=(replace(certified(length_proof()), mean_kl=None, retrieval=None),)))[0]
+    assert claim.endswith(
+        "the dense model, which had found no needle, read none of these prompts; retrieval not proven"
+    )
 
 
 def test_certificates_of_too_few_groups_are_a_problem_that_says_how_many_would_do():

@@ -136,10 +136,7 @@ def seconds_of(config):
 
 
 def test_on_a_gpu_time_decides(curves, every_point):
-    def timer(config):
-        return Timing(seconds_of(config), 1.0)
-
-    search = make_search(curves, timer, trials=30)
+    search = make_search(curves, lambda config: Timing(seconds_of(config), 1.0), trials=30)
     choice = run(search)
     assert choice.seconds == choice.timing.seconds == min(seconds_of(tried.config) for tried in search.tried.values())
     assert (choice.point, choice.why_dense) == (SearchPoint(128, TILES[2]), None)

@@ -40,13 +40,7 @@ def choice(limit):
 
 def candidate(kind="cpu"):
     chosen = {
-        length: SearchResult(
-            [choice(limit) for limit in limits],
-            limits,
-            groups=[[0, 1]],
-            failures=Counter(),
-            tried=(1,),
-        )
+        length: SearchResult([choice(limit) for limit in limits], limits, [[0, 1]], Counter(), tried=(1,))
         for length, limits in LIMITS.items()
     }
     geometry = Geometry("llama", layers=2, query_heads=2, kv_heads=1, head_dim=64)

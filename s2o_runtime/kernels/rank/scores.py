@@ -114,8 +114,8 @@ def _scores(
     written.
 
     Programs: (blocks of segments * stretches of KEYS keys, Hq, B). A program keeps the representatives of its segments,
-    COLUMNS or a quarter as many where a segment has one, but at least FEWEST, and reads its keys once. COUNTS: the representatives that
-    heads have.
+    COLUMNS or a quarter as many where a segment has one, but at least FEWEST, and reads its keys once. COUNTS: the
+    representatives that heads have.
     """
     block = tl.program_id(0) // stretches
     h = tl.program_id(1)
@@ -182,4 +182,4 @@ def score(means: Means, call: Call, rows: range) -> Tensor:
 def count_columns(head_dim: int, representatives: int) -> int:
     """Count the representatives that a program of `_scores` keeps, a power of two: few segments have few."""
     most = 128 if head_dim <= 128 else 64
-    return min(most, max(FEWEST.value, triton.next_power_of_2(representatives)))
+    return min(most, max(int(FEWEST.value), int(triton.next_power_of_2(representatives))))
