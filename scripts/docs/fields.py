@@ -90,6 +90,4 @@ def rows_of(field: FieldSpec, path: str) -> Iterator[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| field | unit | meaning |", "|---|---|---|"]
-    lines += [f"| `{path}` | {unit} | {meaning} |".replace("|  |", "| |") for path, unit, meaning in rows]
-    return "\n".join(lines)
+    return make_table(("field", "unit", "meaning"), [(f"`{path}`", unit, meaning) for path, unit, meaning in rows], "l")

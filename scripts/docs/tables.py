@@ -22,6 +22,7 @@ from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
 from scripts.bench.boards import differences, identity_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
+from scripts.bench.first_token import FirstTokenFile, compare_turns
 from scripts.bench.schema import AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.fields import between, codes, make_table, options, record
 from scripts.docs.methods_plot import PICTURE, draw_speed, svg
@@ -42,22 +43,18 @@ CERTIFIED = {  # of budgets of errors
 }
 CALIBRATIONS = {
     "calibrate-qwen2.5-coder-1.5b-windows-h200.json": "Qwen2.5-Coder-1.5B",
-    **dict(list(CERTIFIED.items())[1:]),
+    "calibrate-qwen2.5-coder-1.5b-yarn-h200.json": "Qwen2.5-Coder-1.5B (YaRN)",
+    "calibrate-smollm2-kl-h200.json": "SmolLM2-135M",
+    "calibrate-demo-kl-h200.json": "the demo model",
 }
 SERVED = {  # time to the first token: the model, its query heads times head_dim, and the weights of a layer
     "first-token-demo-h100.json": ("demo", 8 * 128, 1.05e6),
-    "first-token-qwen2.5-coder-1.5b-h100.json": ("Qwen2.5-Coder-1.5B", 12 * 128, 46.8e6),
-    "first-token-qwen2.5-coder-1.5b-yarn-h100.json": ("with YaRN", 12 * 128, 46.8e6),
+    "first-token-qwen2.5-coder-1.5b-yarn-h100.json": ("Qwen2.5-Coder-1.5B (YaRN)", 12 * 128, 46.8e6),
     "first-token-8b-h100.json": ("Llama 3.1 8B's sizes", 32 * 128, 218e6),
 }
 HOST_FLOPS = 1.2e12  # the version that was measured left requests of less work in a dense layer to the stock backend
-FIRST_TOKEN = {  # tokens of a chunk, and the share of the prompt that is cached, by column
-    "faster": (8192, 0.0),
-    "chunks of 2048": (2048, 0.0),
-    "of 16384": (16384, 0.0),
-    "half cached": (8192, 0.5),
-    "99% cached": (8192, 0.99),
-}
+CHUNKS = {"faster": 8192, "chunks of 2048": 2048, "of 16384": 16384}  # tokens of a chunk by column
+TURNS = "first-token-qwen2.5-coder-1.5b-kl-h200.json"
 
 
 def compared() -> list[Bench]:
@@ -163,28 +160,41 @@ def certified() -> str:
 
 
 def first_token() -> str:
-    """docs/serving.md: milliseconds to the first token, and how many times faster S2O's engine was; all that there is.
+    """docs/serving.md: milliseconds to the first token of cold prompts, and how many times faster S2O's engine was.
 
     A number is bold where S2O took part in a prompt's last chunk. Elsewhere both engines ran the stock backend.
     """
     rows = []
     for file, (model, width, weights) in SERVED.items():
-        seconds: dict[tuple[int, int, float], dict[bool, list[float]]] = {}
-        for row in raw(file)["rows"]:
-            kind = row["kind"]["length"], row["kind"]["chunk"], row["kind"]["hit"]
-            medians = seconds.setdefault(kind, {True: [], False: []})[row["engine"] == "S2O"]
-            medians.append(row["seconds"]["median"])
-        for length in sorted({kind[0] for kind in seconds if kind[0] in (8192, 32768, 131072)}):
+        seconds: dict[tuple[int, int], dict[bool, list[float]]] = {}
+        for row in result_file(FirstTokenFile, file).rows:
+            kind = row.kind
+            if kind.hit == 0 and kind.length in (8192, 32768, 131072):
+                medians = seconds.setdefault((kind.length, kind.chunk), {True: [], False: []})
+                medians[row.engine == "S2O"].append(row.seconds.median)
+        for length in sorted({length for length, _ in seconds}):
             cells = []
-            for chunk, hit in FIRST_TOKEN.values():
-                measured = seconds.get((length, chunk, hit))
-                queries = min(chunk, round(length * (1 - hit)))
+            for chunk in CHUNKS.values():
+                measured = seconds.get((length, chunk))
+                queries = min(chunk, length)
                 work = 4 * width * queries * (length - queries / 2) + 2 * queries * weights
                 mark = "**" if work >= HOST_FLOPS else ""
                 cells.append(f"{mark}{fmean(measured[False]) / measured[True][0]:.2f}x{mark}" if measured else "")
-            times = seconds[length, 8192, 0.0]
+            times = seconds[length, 8192]
             rows.append([model, str(length), *(three(1e3 * fmean(times[s2o])) for s2o in (False, True)), *cells])
-    return make_table(("model", "tokens", "stock, ms", "S2O, ms", *FIRST_TOKEN), rows, "lr")
+    return make_table(("model", "tokens", "stock, ms", "S2O, ms", *CHUNKS), rows, "lr")
+
+
+def turns() -> str:
+    """docs/serving.md: milliseconds to the first token, cold and behind cached ones, with intervals of the ratio."""
+    measured = result_file(FirstTokenFile, TURNS).rows
+    rows = []
+    for stock, s2o in zip(measured[::2], measured[1::2], strict=True):  # both engines read a kind of prompt in turns
+        ratio, low, high = compare_turns(stock.turns, s2o.turns)
+        sizes = f"{s2o.cached}", f"{s2o.kind.length - s2o.cached}", f"{s2o.kind.chunk}"
+        times = (three(1e3 * engine.seconds.median) for engine in (stock, s2o))
+        rows.append([*sizes, *times, f"{ratio:.2f}x ({low:.2f} to {high:.2f})"])
+    return make_table(("cached", "new tokens", "chunk", "stock, ms", "S2O, ms", "faster, 95%"), rows, "r")
 
 
 START, END = "<!-- table {}: make tables writes what is between these lines -->", "<!-- /table {} -->"
@@ -197,7 +207,7 @@ BLOCKS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "exit-codes": codes,
     },
     "s2o_runtime/profile/FORMAT.md": {"record": record},
-    "docs/serving.md": {"first-token": first_token},
+    "docs/serving.md": {"first-token": first_token, "turns": turns},
 }
 
 
