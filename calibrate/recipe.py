@@ -13,15 +13,7 @@ from typing import Any, get_args
 
 from calibrate.options import Option, check_names, collect_options, either, format_value, option, read_options
 from calibrate.record import RecordedBudget
-from s2o_runtime.config import (
-    LAST_ROWS,
-    LOOKBACK,
-    LOOKBACKS,
-    MAX_SEGMENT,
-    MIN_SEGMENT,
-    SEGMENT_STEP,
-    KvCacheDtype,
-)
+from s2o_runtime.config import LAST_ROWS, LOOKBACK, LOOKBACKS, MAX_SEGMENT, MIN_SEGMENT, SEGMENT_STEP, KvCacheDtype
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
 from s2o_runtime.lengths import MAX_LENGTH

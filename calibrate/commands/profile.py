@@ -110,7 +110,7 @@ def _run(flags: Flags) -> int:
 def _find_profile(text: str) -> Path:
     """Return a profile's file; a model's name stands for the profile of it that ships, if there is one."""
     path = Path(text).expanduser()
-    if path.suffix or path.exists() or path.parent != Path():
+    if path.suffix == ".safetensors" or path.exists() or path.parent != Path():
         return path
     from s2o_runtime.profile.find import list_folders
 

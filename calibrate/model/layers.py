@@ -19,12 +19,7 @@ from s2o_runtime.call import Scoring
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.hf import (
-    get_implementations,
-    s2o_attention_forward,
-    s2o_mask,
-    set_implementations,
-)
+from s2o_runtime.huggingface.hf import get_implementations, s2o_attention_forward, s2o_mask, set_implementations
 from s2o_runtime.huggingface.layers import TransformersCall
 from s2o_runtime.identity import geometry, get_device_of, number_modules
 from s2o_runtime.quantisation import round_as_cached

@@ -9,14 +9,7 @@ from calibrate.curves.curves import Curves
 from calibrate.profiles.stored import StoredCurves, calibrate_command, read_recipe, read_stored_curves
 from calibrate.recipe import Budget, Recipe
 from calibrate.record import PredictedLength, update_record
-from calibrate.search.choice import (
-    CalibrationDense,
-    LayerBudget,
-    LayerPlan,
-    SearchPoint,
-    build_plan,
-    warn_of_unspent,
-)
+from calibrate.search.choice import CalibrationDense, LayerBudget, LayerPlan, SearchPoint, build_plan, warn_of_unspent
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile, save_profile

@@ -23,13 +23,7 @@ from functools import partial
 from types import MappingProxyType
 
 from calibrate.proof.bounds import SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound
-from calibrate.proof.state import (
-    Candidate,
-    LengthAndLayer,
-    Problem,
-    ProblemKind,
-    select_lengths,
-)
+from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, select_lengths
 from calibrate.proof.verify import EIGHTH_OVER_LIMIT, LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import CalibrationDense

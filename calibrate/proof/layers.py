@@ -28,14 +28,7 @@ from torch import Tensor
 
 from calibrate.curves.curves import compute_relative_errors, tile_worst
 from calibrate.model.estimate import has_plenty_of_memory, wrap_out_of_memory
-from calibrate.model.layers import (
-    Calls,
-    DecoderLayer,
-    LayerwiseForward,
-    Stream,
-    begin,
-    put_layer_on_device,
-)
+from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, begin, put_layer_on_device
 from calibrate.model.logits import compare_log_probs, count_rows_at_once, put_logits_on_device
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import WINDOW_ROWS, WINDOWS

@@ -23,11 +23,7 @@ from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import allocate
-from calibrate.search.choice import (
-    LayerBudget,
-    LayerPlan,
-    warn_of_unspent,
-)
+from calibrate.search.choice import LayerBudget, LayerPlan, warn_of_unspent
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import FAILURES, Timing, describe_failure, time_against_dense
 from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, run_at_once

@@ -23,15 +23,7 @@ from ..command_line import (
 )
 from ..errors import S2OError
 from ..logs import set_up
-from .findings import (
-    Finding,
-    Section,
-    check_environment,
-    check_variables,
-    choose_exit_code,
-    render_json,
-    render_text,
-)
+from .findings import Finding, Section, check_environment, check_variables, choose_exit_code, render_json, render_text
 
 if TYPE_CHECKING:
     from .profile_check import ModelView

@@ -23,15 +23,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from ..dense_reason import DenseReason
 from . import run
 from .explanation import explain_layers
-from .hf import (
-    CALL,
-    PrefillCall,
-    is_prefill_mask,
-    register,
-    s2o_attention_forward,
-    s2o_mask,
-    s2o_paged_forward,
-)
+from .hf import CALL, PrefillCall, is_prefill_mask, register, s2o_attention_forward, s2o_mask, s2o_paged_forward
 from .layers import STATE, paths_taken
 from .paged import is_batch
 

@@ -5,7 +5,7 @@ s2o-calibrate writes by default, and in the catalogue that comes with the packag
 fits if it is of this model (its geometry, its weights and its RoPE parameters) and its tiles are for this GPU.
 
 If several fit, the first folder that has one of them decides. In it a certified profile comes before one that is not,
-and a smaller budget before a larger one; budgets in rel_mse come before those in mse, and these before those in KL.
+and a smaller budget before a larger one; budgets in KL come before those in rel_mse, and these before those in mse.
 Of equal ones the longest calibrated length and then the path decide.
 """
 

@@ -25,11 +25,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from calibrate.proof.bounds import (
-    SPEND_FRACTIONS,
-    bound_mean,
-    compute_attempt_confidence,
-)
+from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_confidence
 from calibrate.proof.certify_answers import CAP, SKEW
 from calibrate.recipe import Budget, Recipe
 

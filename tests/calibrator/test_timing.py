@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 
 from calibrate import timing
 from calibrate.compiling import THREADS, compile_ahead, get_kernel_form, start_compiling, with_tiles, without_stride
-from calibrate.timing import (
-    CERTAIN,
-    LONG_CALL_S,
-    ROUNDS,
-    interval,
-    measure_medians,
-    sample_times,
-    time_against_dense,
-)
+from calibrate.timing import CERTAIN, LONG_CALL_S, ROUNDS, interval, measure_medians, sample_times, time_against_dense
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels import prefill, splits

@@ -7,15 +7,7 @@ import torch
 
 from s2o_runtime.errors import ConfigError, InputError
 from scripts.bench.baselines.run import attend, baseline_attention, select
-from scripts.bench.baselines.settings import (
-    BASELINES,
-    PBS,
-    Antidiagonal,
-    FlashPrefill,
-    FlashPrefillV2,
-    Sparge,
-    parse,
-)
+from scripts.bench.baselines.settings import BASELINES, PBS, Antidiagonal, FlashPrefill, FlashPrefillV2, Sparge, parse
 from support import baseline_references as references
 from support.naive import naive_attention
 

@@ -111,7 +111,7 @@ def test_show_takes_a_foreign_record(record, run, tmp_path):
 def test_a_profile_is_found_by_its_models_name(run, tmp_path, monkeypatch):
     """In the catalogue and in profiles/ of the current folder; a file of that name comes first."""
     monkeypatch.chdir(tmp_path)
-    assert "\ntau: a head stops" in run("show", "smollm2-135m-instruct-yarn")[1]
+    assert "\ntau: a head stops" in run("show", "qwen2.5-coder-1.5b-dequantised-q4-yarn")[1]
     save_profile(minimal(), tmp_path / "demo")
     assert run("show", "demo", "--json")[1]["fingerprint"] == minimal().fingerprint
     (tmp_path / "profiles" / "my-own").mkdir(parents=True)
@@ -351,7 +351,7 @@ BAD_INPUT = [
     ("show ~/none.safetensors", f"{Path.home()}/none.safetensors cannot be read"),
     ("show FULL --head 3", "'3' is not a layer and a head: try 3.7"),
     ("show FULL --head 0.4", "head 0.4 does not exist: layers are 0 to 1, heads 0 to 3"),
-    ("show demo", "demo has 3 profiles: name one of /"),
+    ("show demo", "demo has 4 profiles: name one of /"),
     ("shw FULL", "did you mean show?"),
     ("export FULL --out missing/p.json", "missing"),
     ("verify FULL", "verify needs the profile's model: give --model MODEL"),
