@@ -9,7 +9,7 @@ from ..errors import InputError, get_first_line
 from ..sequences import check_config
 from .api import refuse, s2o_attention
 
-SEGMENTS = tuple(1 << power for power in range(7))  # in a call, for each form of the scores' and the tail's kernels
+SEGMENTS = 1, 4, 16, 64  # in a call, for each form of the scores' and the tail's kernels
 THREADS = 8  # that compile: about a tenth of the work is Python's own, and no two threads run Python at once
 SPLIT_CALL = (16, 8192)  # queries and keys of a call whose keys are split (kernels/splits.py)
 

@@ -243,11 +243,13 @@ def test_layers_alike_but_for_segments_or_dense_heads_are_compiled_each(monkeypa
     short, long = (LayerConfig.uniform(4, tau=0.5, segment=segment, tile=TILE) for segment in (128, 512))
     _, calls = compiled(monkeypatch, 8192, (short, long))
     segments = sorted((config.heads[0].segment, -(-rows // config.heads[0].segment)) for config, rows, _ in calls)
-    assert segments == [(128, 1), (128, 2), (128, 64), (512, 1), (512, 2), (512, 16)]  # one: with split keys
+    several = [(128, 4), (128, 16), (128, 64), *[(512, 1)] * 2, (512, 4), (512, 16)]
+    assert segments == [*[(128, 1)] * 2, *several]  # a second time with split keys
     mixed = LayerConfig((HeadConfig(mode="dense"), *short.heads[1:]), TILE)
     _, calls = compiled(monkeypatch, 256, (short, mixed))
     modes = [(config.heads[0].mode, rows, keys) for config, rows, keys in calls]
-    assert modes == [(mode, *size) for mode in ("s2o", "dense") for size in ((256, 384), (16, 8192))]
+    sizes = ((128, 256), (256, 384), (16, 8192))
+    assert modes == [(mode, *size) for mode in ("s2o", "dense") for size in sizes]
 
 
 def test_a_profile_that_does_not_fit_ends_the_start():

@@ -180,6 +180,6 @@ def score(means: Means, call: Call, rows: range) -> Tensor:
 
 
 def count_columns(head_dim: int, representatives: int) -> int:
-    """Count the representatives that a program of `_scores` keeps, a power of two: few segments have few."""
+    """Count the representatives that a program of `_scores` keeps: few segments have few. Each count is a kernel."""
     most = 128 if head_dim <= 128 else 64
-    return min(most, max(int(FEWEST.value), int(triton.next_power_of_2(representatives))))
+    return min(most, next((columns for columns in (int(FEWEST.value), 64) if columns >= representatives), most))
