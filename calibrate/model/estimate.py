@@ -98,7 +98,7 @@ FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
     (10, 0): 8192,  # B200, and B300 (10, 3)
     (12, 0): 1024,  # RTX 50
 }
-MADE = 4e5  # tokens of prompts that are made in a second
+PROMPT_TOKENS = 4e5  # of prompts that are made in a second
 START = 4.0  # seconds to load a small model, and to test it
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
 COMPILING, CROSSOVERS = 12.0, 25.0  # seconds for the kernels of a stage, and for crossovers, on a GPU
@@ -252,7 +252,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     tokens = recipe.num_prompts * sum(recipe.lengths) + (recipe.held_out + recipe.num_certify) * sum(proven)
     seconds = {
-        "making prompts": tokens / MADE,
+        "making prompts": tokens / PROMPT_TOKENS,
         "loading the model": START + weights - read,
         "testing the model's attention": START,
         "measuring noise": noise / shared,

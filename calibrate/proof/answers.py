@@ -229,11 +229,13 @@ def keep_dense_answers(worker: WorkerState, prompt: Prompt) -> DenseAnswers:
             hidden = output[0] if isinstance(output, tuple) else output
             states[name] = hidden[:, list_compared_rows(prompt).to(hidden.device)].cpu()
 
-    hook = list_decoder_layers(worker.loaded.model)[-1].module.register_forward_hook(keep_states)
-    try:
-        dense: DenseAnswers = known.pop(name, None) or answer_densely(worker.loaded, prompt)
-    finally:
-        hook.remove()
+    dense: DenseAnswers | None = known.pop(name, None)
+    if dense is None:
+        hook = list_decoder_layers(worker.loaded.model)[-1].module.register_forward_hook(keep_states)
+        try:
+            dense = answer_densely(worker.loaded, prompt)
+        finally:
+            hook.remove()
     known[name] = dense  # the last one now
     if len(known) > KEPT_PROMPTS:
         del known[next(iter(known))]
