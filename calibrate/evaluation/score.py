@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from operator import eq
 from typing import Any
 
@@ -54,6 +54,16 @@ class ForwardPass:
             hidden = torch.cat([hidden, outputs.last_hidden_state[0]])
         return self._logits(hidden[None])[0].float().log_softmax(-1)
 
+    @torch.no_grad()
+    def write_on(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Yield the tokens that the model writes greedily behind the prompt and some tokens T >= 1, without end."""
+        cache = copy.deepcopy(self.cache)
+        while True:
+            ids = torch.tensor([list(tokens)], device=self.ids.device)
+            outputs = self._decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+            tokens = [int(self._logits(outputs.last_hidden_state[:, -1:]).argmax())]
+            yield tokens[0]
+
     def log_probs(self, positions: Tensor) -> Iterator[Tensor]:
         """Yield the log-probabilities of the token after each of these positions [R], float32 [r, V] at a time.
 
@@ -92,25 +102,25 @@ def score_ruler(
 ) -> dict[str, Any]:
     """Score what a model writes greedily behind a prompt by RULER's metric, and the right answer's log-likelihood.
 
-    draft: tokens that it may write, read all at once: those up to the first that it would not write change no text, and
-    each pass corrects the rest. log_likelihood: in nats, of `answer_tokens` tokens.
+    draft: tokens that it may write, read all at once: those up to the first that it would not write need no pass each.
+    log_likelihood: in nats, of `answer_tokens` tokens.
     """
     answer = question.answer
     log_likelihood = float(forward.read_on(answer[:-1])[range(len(answer)), answer].double().sum())
     end = getattr(loaded.model.generation_config, "eos_token_id", None)
     ends = {end} if isinstance(end, int) else set(end or ())
-    known = 0  # tokens of the draft that are the model's own
-    while True:
-        draft = draft[: question.most - 1]
-        likely = forward.read_on(draft).argmax(-1).tolist()
-        same = [*map(eq, draft, likely), False].index(False)
-        for count in range(known + 1, same + 2):
-            text = loaded.tokenizer.decode(likely[:count], skip_special_tokens=True)
-            score = question.score(text)
-            # the metric looks for words anywhere in the text: once all are there, what follows cannot change it
-            if score == 1 or count == question.most or likely[count - 1] in ends:
-                return {"score": score, "text": text, "log_likelihood": log_likelihood, "answer_tokens": len(answer)}
-        draft, known = likely, same + 1
+    draft = draft[: question.most - 1]
+    likely = forward.read_on(draft).argmax(-1).tolist()
+    known = likely[: [*map(eq, draft, likely), False].index(False) + 1]
+    written = []
+    for token in islice(chain(known, forward.write_on(known)), question.most):
+        written.append(token)
+        text = loaded.tokenizer.decode(written, skip_special_tokens=True)
+        score = question.score(text)
+        # the metric looks for words anywhere in the text: once all are there, what follows cannot change it
+        if score == 1 or token in ends:
+            break
+    return {"score": score, "text": text, "log_likelihood": log_likelihood, "answer_tokens": len(answer)}
 
 
 def sample_positions(length: int, rng: random.Random) -> Tensor:

@@ -82,21 +82,22 @@ def test_what_has_no_prompts_is_refused(tokenizer, tiny_folder, monkeypatch):
 
 
 def test_an_answer_ends_where_it_is_whole_or_the_model_ends_it(demo, monkeypatch):
-    """Whatever its draft is, which saves passes: behind a wrong token at least one more is right after each."""
-    ids, read, read_on = torch.randint(0, 4096, (64,)), [], ForwardPass.read_on
+    """Whatever its draft is, which saves the passes of its right tokens."""
+    ids, passes, write_on = torch.randint(0, 4096, (64,)), [], ForwardPass.write_on
     written = demo.model.generate(ids[None], max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 64:].tolist()
     texts = [demo.tokenizer.decode(written[:count], skip_special_tokens=True) for count in range(7)]
-    monkeypatch.setattr(ForwardPass, "read_on", lambda self, tokens: read.append(tokens) or read_on(self, tokens))
+    record = lambda self, tokens: (passes.append(token) or token for token in write_on(self, tokens))  # noqa: E731
+    monkeypatch.setattr(ForwardPass, "write_on", record)
 
     def write(score, right=0):
         draft = written[:right] + [(token + 1) % 4096 for token in written[right:]]
         return score_ruler(demo, ForwardPass(demo, ids, cache=True), ruler.RulerQuestion(ids, [1, 2], 6, score), draft)
 
-    for right, passes in ((6, 1), (5, 1), (3, 3), (0, 6)):
-        read.clear()
+    for right in (6, 5, 3, 0):
+        passes.clear()
         whole = write(lambda text: 0.5, right)
         assert (whole["score"], whole["text"], whole["answer_tokens"]) == (0.5, texts[6], 2)
-        assert len(read) - 1 <= passes  # one reads the right answer
+        assert passes == written[right + 1 :]
     assert write(lambda text: float(text == texts[3]))["text"] == texts[3]
     monkeypatch.setattr(demo.model.generation_config, "eos_token_id", [4095, written[1]])
     assert write(lambda text: 0.0)["text"] == texts[written.index(written[1]) + 1]
