@@ -222,9 +222,10 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         searching += on_gpu * TIMED_LAYERS * time_attention(length)
     proven = recipe.all_lengths
 
-    def time_profile(length: int) -> float:  # S2O's attention in all layers, the rest in one of them
+    def time_profile(length: int) -> float:  # attention in all layers, the rest in one of them
         once = time_forward(length) / layers + time_attention(length)
-        return layers * TIMED_LAYER + time_patched(length) + TIMED_LAYERS * (layers * time_sparse(length) + once)
+        attention = layers * (time_sparse(length) + time_attention(length))
+        return layers * TIMED_LAYER + time_patched(length) + TIMED_LAYERS * (attention + once)
 
     of_answers = recipe.budget.kind == "kl"
     answered = recipe.lengths if of_answers and sizes.resident else ()  # the dense model has read these prompts

@@ -274,9 +274,9 @@ class LayerTime(ProofItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
     Its result has the seconds of the whole layer as `patched` and `dense`, and on a GPU, for a layer of full attention,
-    those of attention alone, S2O and dense, as `attention`. S2O's attention is timed in each layer. Dense attention and
-    a layer's other parts are the same work wherever parameters have the same shapes: they are timed in the first layer
-    of each such form.
+    those of attention alone, S2O and dense in turns on the same q, k, v, as `attention`: equal shapes do not make dense
+    attention equally fast, which depends on the numbers too. A layer's other parts are timed in the first layer of each
+    form, parameters of the same shapes.
     """
 
     prompt: str  # its hash
@@ -284,7 +284,7 @@ class LayerTime(ProofItem):
     history: LayerHistory  # all layers of full attention
     part: int  # of the model, one for each worker, that the layer is in; parts are timed side by side
     stage: str = field(default="timing", kw_only=True)
-    kind: ClassVar[str] = "prefill"
+    kind: ClassVar[str] = "layer times"
     timed: ClassVar[bool] = True
 
     @property
@@ -306,7 +306,7 @@ class LayerTime(ProofItem):
             forward.move_to(self.number, self.history)
             with forward.enter_next_layer() as (layer, stream):
                 if layer.row is None:  # both prefills have it
-                    seconds, _ = self._time_form(worker, layer, stream, None)
+                    seconds = self._time_others(worker, layer, stream, None)
                     return {"patched": seconds, "dense": seconds}
                 config, calls = self.history.configs[layer.row], dict[str, Callable[[], Any]]()
 
@@ -317,27 +317,30 @@ class LayerTime(ProofItem):
                 output = layer.patched(stream, make_layer_state(layer, config, keep, chunks=False))
                 if config.chunk is None:  # in chunks the output is another one
                     forward.tried = config, output
-                others, dense = self._time_form(worker, layer, stream, calls["dense"])
-                s2o = _time_call(calls["s2o"], layer.device)
-                if s2o > dense:  # that would make the layer dense, so it must be no hiccup
-                    s2o = min(s2o, _time_call(calls["s2o"], layer.device))
-        attention = {"attention": (s2o, dense)} if layer.device.type == "cuda" else {}
-        return {"patched": others + s2o, "dense": others + dense, **attention}
+                others = self._time_others(worker, layer, stream, calls["dense"])
+                seconds = _time_calls(calls, layer.device)
+                if seconds["s2o"] > seconds["dense"]:  # that would make the layer dense, so it must be no hiccup
+                    seconds |= {"s2o": min(seconds["s2o"], _time_calls(calls, layer.device)["s2o"])}
+        attention = {"attention": (seconds["s2o"], seconds["dense"])} if layer.device.type == "cuda" else {}
+        return {"patched": others + seconds["s2o"], "dense": others + seconds["dense"], **attention}
 
-    def _time_form(
+    def _time_others(
         self, worker: WorkerState, layer: DecoderLayer, stream: Stream, attention: Callable[[], Any] | None
-    ) -> tuple[float, float]:
-        """Return the seconds of a layer's other parts and of its dense attention, which is nothing without a call."""
-        forms: dict[Hashable, tuple[float, float]] = worker.cached("times of forms", dict)
+    ) -> float:
+        """Return the seconds of all parts of a layer but its dense attention, if there is that call."""
+        forms: dict[Hashable, float] = worker.cached("times of forms", dict)
         shapes = tuple((name, parameter.shape) for name, parameter in layer.module.named_parameters())
         form = self.length, attention is None, type(layer.module), shapes
         if form not in forms:
-            dense = _time_call(attention, layer.device, rounds=SHARED_ROUNDS) if attention else 0.0
-            whole = _time_call(partial(layer.dense, stream), layer.device, LAYER_FLUSHES, SHARED_ROUNDS)
-            forms[form] = whole - dense, dense
+            dense = {"dense": attention} if attention else {}
+            times = _time_calls(dense, layer.device, rounds=SHARED_ROUNDS)
+            times |= _time_calls({"whole": partial(layer.dense, stream)}, layer.device, LAYER_FLUSHES, SHARED_ROUNDS)
+            forms[form] = times["whole"] - times.get("dense", 0.0)
         return forms[form]
 
 
-def _time_call(call: Callable[[], Any], device: torch.device, flushes: int = FLUSHES, rounds: int = ROUNDS) -> float:
-    """Return the median seconds of a call; on a CPU, where times decide nothing, of one round."""
-    return measure_medians({"call": call}, device, rounds if device.type == "cuda" else 1, flushes)["call"]
+def _time_calls(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, flushes: int = FLUSHES, rounds: int = ROUNDS
+) -> dict[str, float]:
+    """Return the median seconds of calls, which take turns; on a CPU, where times decide nothing, of one round."""
+    return measure_medians(calls, device, rounds if device.type == "cuda" else 1, flushes)
