@@ -306,8 +306,8 @@ class LayerTime(ProofItem):
             forward.move_to(self.number, self.history)
             with forward.enter_next_layer() as (layer, stream):
                 if layer.row is None:  # both prefills have it
-                    seconds = self._time_others(worker, layer, stream, None)
-                    return {"patched": seconds, "dense": seconds}
+                    others = self._time_others(worker, layer, stream, None)
+                    return {"patched": others, "dense": others}
                 config, calls = self.history.configs[layer.row], dict[str, Callable[[], Any]]()
 
                 def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
@@ -332,7 +332,7 @@ class LayerTime(ProofItem):
         shapes = tuple((name, parameter.shape) for name, parameter in layer.module.named_parameters())
         form = self.length, attention is None, type(layer.module), shapes
         if form not in forms:
-            dense = {"dense": attention} if attention else {}
+            dense = {"dense": attention} if attention else dict[str, Callable[[], Any]]()
             times = _time_calls(dense, layer.device, rounds=SHARED_ROUNDS)
             times |= _time_calls({"whole": partial(layer.dense, stream)}, layer.device, LAYER_FLUSHES, SHARED_ROUNDS)
             forms[form] = times["whole"] - times.get("dense", 0.0)
