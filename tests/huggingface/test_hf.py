@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import gc
-import io
 import logging
 import math
 import os
@@ -29,7 +28,20 @@ from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.logs import log_once
 from support.architectures import CASES
-from support.models import LENGTH, SIZES, close, make_profile, new_model, padded_batch, paths, prompt, twin, used_s2o
+from support.models import (
+    LENGTH,
+    SIZES,
+    close,
+    make_profile,
+    new_model,
+    padded_batch,
+    paths,
+    pickled,
+    prompt,
+    twin,
+    used_s2o,
+    with_adapter,
+)
 from support.naive import naive_attention
 
 
@@ -60,9 +72,7 @@ def test_a_layer_whose_heads_are_all_dense_is_what_it_would_be_unpatched(eager, 
 def test_the_last_rows_of_each_call_are_dense(eager):
     """Of a whole prompt, and of a call that goes on with it: nobody says whether there is more to come."""
     model, seen = twin(eager), []
-    profile = make_profile(model, 1e6)
-    layers = tuple(tuple(dataclasses.replace(layer, last_rows=128) for layer in bucket) for bucket in profile.layers)
-    patch(model, dataclasses.replace(profile, layers=layers), drift=None)
+    patch(model, make_profile(model, 1e6, last_rows=128), drift=None)
     for state in get_layer_states(model):
         state.observer = lambda layer, q, k, v, scoring, out: seen.append((q, k, v, out))
     ids = prompt(700)
@@ -160,13 +170,6 @@ def compiled_logits(model, ids):
     return torch.compile(model, backend="eager", fullgraph=True)(
         ids, past_key_values=DynamicCache(config=model.config)
     ).logits
-
-
-def pickled(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @torch.no_grad()
@@ -273,11 +276,6 @@ def test_processes_run_a_saved_model_and_the_second_finds_what_the_first_compile
         assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=tmp_path, env=where) == hits
         with torch.no_grad():
             close(torch.load(tmp_path / "logits.pt"), model(ids).logits)
-
-
-def with_adapter(model):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
 
 
 @pytest.mark.parametrize("other_first", [False, True], ids=["second", "first"])
@@ -437,9 +435,7 @@ def test_a_mask_of_integers_that_a_caller_made_is_not_taken_for_one_of_s2o(patch
 @torch.no_grad()
 def test_assisted_text_is_greedy_text_where_last_rows_are_exact(eager):
     """The rows that answer do not depend on the drafts behind them."""
-    model, profile = twin(eager), make_profile(eager, 1e6)
-    layers = tuple(tuple(dataclasses.replace(layer, last_rows=256) for layer in bucket) for bucket in profile.layers)
-    patch(model, dataclasses.replace(profile, layers=layers), drift=None)
+    model = patch(twin(eager), make_profile(eager, 1e6, last_rows=256), drift=None)
     ids, options = prompt(150).repeat(1, 3), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     greedy = model.generate(ids, **options)
     for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": new_model()}, {"cache_implementation": "static"}):

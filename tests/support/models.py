@@ -1,7 +1,9 @@
 """Small models that no checkpoint holds, and profiles for them."""
 
 import copy
+import pickle
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
@@ -64,13 +66,23 @@ def twin(eager, implementation="sdpa", config=None):
     return model
 
 
-def make_profile(model, tau, min_length=100):
+def make_profile(model, tau, min_length=100, last_rows=0):
     """A profile that uses one threshold for all heads, from `min_length` tokens on."""
-    shape = geometry(model.config)
-    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1), lookback=64)
+    shape, tile = geometry(model.config), TileConfig(64, 32, 1, 4, 1)
+    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=tile, lookback=64, last_rows=last_rows)
     buckets = (min_length, 8192)
     layers = ((layer,) * shape.layers,) * len(buckets)
     return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), buckets, layers)
+
+
+def pickled(model):
+    """The same model as another process loads it."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def with_adapter(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
 
 
 def padded_batch(side="left", length=LENGTH):
