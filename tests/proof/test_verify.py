@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.curves.curves import compute_row_errors
 from calibrate.model.logits import count_rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import layers, verify
@@ -24,7 +23,6 @@ from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.reference.dense import exact_attention
-from scripts.bench import inputs
 from support.executors import CPU
 from support.models import make_profile, stream
 from support.streamed import Layers, prove, random_prompts, uniform
@@ -270,30 +268,6 @@ def test_places_weigh_back_to_the_rows_that_are_not_dense_as_last(length, chunk,
     places = measure_places(squares[:, measured], torch.tensor(measured), calls)
     sums = torch.tensor(places, dtype=torch.float64).T * torch.tensor(counts)
     torch.testing.assert_close(sums, expected)
-
-
-def test_row_errors_are_relative_to_the_row_or_to_its_head():
-    truth = torch.zeros(1, 2, 3, 4)
-    truth[0, 0, :, 0] = torch.tensor([3.0, 0.0, 0.0])  # mean of |truth|^2 is 3
-    truth[0, 1] = 1.0  # |truth|^2 is 4 everywhere
-    out = truth.clone()
-    out[0, 0, 0, 1] += 3.0
-    out[0, 0, 1, 1] += 3.0
-    out[0, 1, 2, 3] -= 1.0
-    expected = torch.tensor([[[9 / 9, 9 / 3, 0.0], [0.0, 0.0, 1 / 4]]]).sqrt()
-    torch.testing.assert_close(compute_row_errors(out, truth), expected)
-    torch.testing.assert_close(compute_row_errors(out.bfloat16(), truth), expected)
-    assert compute_row_errors(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)).tolist() == [[[0.0, 0.0]]]
-
-
-@pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])
-def test_rows_are_exact_however_few_are_computed_together(q_len, monkeypatch):
-    generator, rows = torch.Generator().manual_seed(3), torch.tensor([0, 3, 4, 6])
-    q, k, v = (
-        torch.randn(2, heads, length, 16, generator=generator) for heads, length in ((6, q_len), (2, 48), (2, 48))
-    )
-    monkeypatch.setattr(inputs, "SCORES", 3 * 48)  # one row of the three heads of a group
-    torch.testing.assert_close(inputs.exact_rows(q, k, v, rows), exact_attention(q, k, v)[:, :, rows])
 
 
 def test_layers_are_timed_in_as_many_parts_as_there_are_workers(monkeypatch):

@@ -5,8 +5,6 @@ import re
 from collections import Counter
 from functools import cache
 
-import pytest
-
 from support.pages import ROOT
 
 # The bounds of today: at each step they are tightened to what there is, never loosened.
@@ -100,19 +98,3 @@ def test_no_class_name_is_used_twice():
 def test_no_host_function_has_too_many_parameters_without_a_reason():
     assert long_signatures() == MANY_PARAMETERS.keys()
     assert all(MANY_PARAMETERS.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("prune_candidates", True), ("_read", True), ("from_layers", True), ("softmax", True), ("pruned", False)],
-)
-def test_a_verb_is_the_first_word_of_a_name(name, expected):
-    assert begins_with_a_verb(name) is expected
-
-
-@pytest.mark.parametrize(
-    ("docstring", "expected"),
-    [("Whether it runs.", True), ("\nHow: so.", True), ("Return whether it runs.", False), ("Whatever it is.", False)],
-)
-def test_a_question_word_is_the_first_word_of_a_docstring(docstring, expected):
-    assert asks(docstring) is expected
