@@ -6,7 +6,6 @@ import gc
 import logging
 import math
 import os
-import pickle
 import subprocess
 import sys
 from collections import defaultdict
@@ -27,7 +26,6 @@ from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.logs import log_once
-from support.architectures import CASES
 from support.models import (
     LENGTH,
     SIZES,
@@ -204,25 +202,6 @@ def keys_of(model):
 def next_process(monkeypatch):
     """A function after which keys are issued as in a process that begins."""
     return lambda: monkeypatch.setattr(layers, "_issued", defaultdict(count))
-
-
-def test_keys_are_the_same_in_every_process_and_no_two_states_of_one_have_the_same(next_process):
-    """Patched anew, beside a twin, copied, loaded, with another profile; a layer with a window is there too."""
-    processes = []
-    for _ in range(2):
-        next_process()
-        plain = AutoModelForCausalLM.from_config(CASES["qwen2-sliding"].config).eval()
-        for parameter in plain.parameters():
-            torch.nn.init.constant_(parameter, 0.1)
-        model, profile = twin(plain), make_profile(plain, 2.0)
-        keys = [keys_of(patch(model, profile)), keys_of(patch(model, profile)), keys_of(patch(twin(plain), profile))]
-        saved = pickle.dumps(model)
-        assert not any(key.encode() in saved for key in keys_of(model))
-        keys += [keys_of(copy.deepcopy(model)), keys_of(pickle.loads(saved))]
-        keys.append(keys_of(patch(model, make_profile(plain, 1.0))))
-        assert len({key for model_keys in keys for key in model_keys}) == sum(map(len, keys)) >= 12
-        processes.append(keys)
-    assert processes[0] == processes[1]
 
 
 @torch.no_grad()
