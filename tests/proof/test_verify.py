@@ -18,13 +18,11 @@ from calibrate.proof import layers, verify
 from calibrate.proof.layers import PLACES, LayerHistory, measure_places
 from calibrate.proof.verify import LengthProof, Prover
 from calibrate.work.executor import open_local_executor
-from s2o_runtime import patch, unpatch
+from s2o_runtime import patch
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.huggingface.hf import get_layer_states
-from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU
-from support.models import make_profile, stream
+from support.models import make_profile, stream, watch
 from support.streamed import Layers, prove, random_prompts, uniform
 
 LENGTHS = (260, 330)
@@ -92,25 +90,16 @@ def shown_by_patching(model, config, ids):
     """(KL, top-1, [(mse, power, density, worst rows of tiles) of each layer]) of one prompt."""
     dense = model(ids[None], use_cache=False).logits[0]
     profile = make_profile(model, 0.0, min_length=10)
-    patch(model, replace(profile, layers=((config,) * 2,) * len(profile.lengths)), strict=True)
-    layers = {}
-
-    def observe(layer, q, k, v, scoring, out):
-        truth = exact_attention(q, k, v, **scoring.arguments())
-        off = (out - truth).square()
-        power = truth.square().sum(-1)
+    profile = replace(profile, layers=((config,) * 2,) * len(profile.lengths))
+    patched, layers = watch(model, profile, ids)
+    errors = []
+    for truth, out, density in layers:
+        off, power = (out - truth).square(), truth.square().sum(-1)
         rows = (off.sum(-1) / torch.maximum(power, power.mean(-1, keepdim=True))).sqrt()
         worst = [rows[0, h, first : first + 64].max() for h in range(4) for first in range(0, len(ids), 64)]
-        layers[layer] = [float(off.mean()), float(truth.square().mean()), torch.stack(worst)]
-
-    for state in get_layer_states(model):
-        state.observer = observe
-    patched = model(ids[None], use_cache=False).logits[0]
-    density = [float(state.last.density.mean()) for state in get_layer_states(model)]
-    unpatch(model)
+        errors.append((float(off.mean()), float(truth.square().mean()), density, torch.stack(worst)))
     kl = F.kl_div(patched.log_softmax(-1), dense.log_softmax(-1), reduction="batchmean", log_target=True)
     top1 = (dense.argmax(-1) == patched.argmax(-1)).double().mean()
-    errors = [(mse, power, density[index], worst) for index, (mse, power, worst) in sorted(layers.items())]
     return float(kl), float(top1), errors
 
 

@@ -9,11 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 
 from calibrate.model.models import LoadedModel
 from calibrate.model.weights import Checkpoint, Weights, build_skeleton, get_model_class
-from s2o_runtime import explain
+from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
+from s2o_runtime.reference.dense import exact_attention
 
 SIZES = {
     "vocab_size": 128,
@@ -51,6 +53,23 @@ def new_model(name="llama", implementation="sdpa", **changes):
     for field, value in changes.items():
         setattr(config, field, value)
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+
+
+@torch.no_grad()
+def watch(model, profile, ids):
+    """The logits of a model that is patched for one prompt, and of each layer: exact attention, its own, density."""
+    patch(model, profile, strict=True)
+    states, outputs = get_layer_states(model), {}
+
+    def observe(layer, q, k, v, scoring, out):
+        outputs[layer] = exact_attention(q, k, v, **scoring.arguments()), out
+
+    for state in states:
+        state.observer = observe
+    logits = model(ids[None], use_cache=False).logits[0]
+    densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in states]
+    unpatch(model)
+    return logits, [(*outputs[index], density) for index, density in enumerate(densities)]
 
 
 def prompt(length=LENGTH, batch=1):
