@@ -71,7 +71,9 @@ def build(out: Path, repo: str, profiles: Path) -> Path:
     Raises InputError for what is no name of a repository, and where there is no profile.
     """
     if not re.fullmatch(r"[\w.-]+/[a-z][a-z0-9-]*", repo):
-        raise InputError(f"the repository is {repo!r}: expected ORG/NAME, the name in small letters, digits and hyphens")
+        raise InputError(
+            f"the repository is {repo!r}: expected ORG/NAME, the name in small letters, digits and hyphens"
+        )
     found = sorted(profiles.rglob("*.safetensors"))
     if not found:
         raise InputError(f"{profiles} holds no profile: name a folder of s2o-calibrate's files")

@@ -33,7 +33,9 @@ def variant(tmp_path_factory):
 def imports(path):
     """Return the first names of what a file imports from elsewhere, and what it imports of its own package, to run."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
     nodes = list(ast.walk(tree))
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     foreign = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -62,7 +64,9 @@ sys.modules["kernel"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["kernel"])
 print(sys.modules["kernel"].LayerConfig.__module__)
 """
-    run = subprocess.run([sys.executable, "-I", "-B", "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
+    run = subprocess.run(
+        [sys.executable, "-I", "-B", "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert run.stdout == "kernel.config\n"
 
 

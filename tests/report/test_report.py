@@ -16,6 +16,8 @@ from rich.console import Console
 from calibrate.machine import MARK
 from calibrate.record import Certificate, RecordNode
 from calibrate.report import contents, figures, page, sections
+from support.browser import PROGRAM, start_browser
+from support.pages import ROOT
 from support.profiles import CERTIFICATE
 
 BUDGET = 1e-3
@@ -267,7 +269,7 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(tmp_path):
 
 def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files):
     card = files["rel-mse-0.001.report.md"].read_text()
-    plots = [f"rel-mse-0.001.{name}.png" for name in ("density", "frontier", "time")]
+    plots = [f"rel-mse-0.001.{name}.png" for name in ("summary", "density", "frontier", "time")]
     pages = [f"rel-mse-0.001.report.{suffix}" for suffix in ("json", "md", "html")]
     assert sorted(files) == sorted([*plots, *pages])
     assert re.findall(r"!\[\w+\]\((.*)\)", card) == plots
@@ -323,6 +325,25 @@ def test_the_frontier_shows_curves_chosen_points_and_the_budget(summary):
         assert all(low < error < high for _, error in points)
 
 
+def test_the_page_opens_with_what_is_gained_and_lost(summary, files):
+    for name in ("md", "html"):
+        page = files[f"rel-mse-0.001.report.{name}"].read_text()
+        first_table = page.index("| length |" if name == "md" else "<table")
+        assert page.index("Adjusted and checked on") < page.rindex("a mean over the layers", 0, first_table)
+    gain, layers, places = drawn(figures.draw_summary, summary)
+    attention = [row["dense_attention_seconds"] / row["attention_seconds"] for row in summary["lengths"]]
+    assert [bar.get_height() for bar in gain.patches] == pytest.approx([*attention, 2.0, 2.0, 2.0])
+    limit, *lines = [list(line.get_ydata()) for line in layers.lines]
+    assert limit == [1.0, 1.0]
+    assert lines[::2] == [[layer["error_over_limit"] for layer in row["layers"]] for row in summary["lengths"]]
+    limit, *lines = [list(line.get_ydata()) for line in places.lines]
+    assert limit == [1.5, 1.5]
+    for row, mean, largest in zip(summary["lengths"], lines[::2], lines[1::2], strict=True):
+        of_eighths = np.array([layer["eighths"] for layer in row["layers"]])
+        np.testing.assert_allclose(mean, of_eighths.mean(0))
+        np.testing.assert_array_equal(largest, of_eighths.max(0))
+
+
 def test_layers_have_their_own_numbers_and_different_colours():
     """In a model whose layers 5, 11 and 17 alone have full attention."""
     summary = made(layers=3, lengths=(8192,), checked=())
@@ -364,7 +385,7 @@ def test_a_failed_run_on_a_cpu_has_a_whole_report(tmp_path):
     assert "not proven: layer 3 is over its limit." in printed(summary)
     (tmp_path / "p.safetensors").touch()
     written = write(summary, tmp_path / "p.safetensors")
-    assert len(written) == 6
+    assert len(written) == 7
     card = next(path for path in written if path.suffix == ".md").read_text()
     for part in (
         "**Not proven**: no profile was written", "- layer 3 is over its limit.", "A limit on the worst rows",
@@ -434,7 +455,7 @@ def assert_page_is_whole(page):
 def test_the_html_page_is_whole_and_says_what_the_report_does(files):
     page = files["rel-mse-0.001.report.html"].read_text()
     cells = assert_page_is_whole(page)
-    assert page.count("<svg") == 2  # densities of heads are maps here
+    assert page.count("<svg") == 5  # three of the summary; densities of heads are maps here
     assert "measured &lt;latency&gt;" in page
     assert "hardware|NVIDIA H200 (sm_90, 132 SMs)" in cells
     for layer in layers_of(made()):
@@ -457,3 +478,47 @@ def test_whatever_may_be_none_or_foreign_may_be(random, share, foreign, tmp_path
     assert_page_is_whole(html)
     assert markdown.startswith("# S2O profile of \\<b\\>\\|\\`")
     assert not re.search(r"<b>|</p>|\n# ", markdown)
+
+
+SITE = ROOT / "build" / "site" / "index.html"
+BROKEN = """<!DOCTYPE html><meta name="viewport" content="width=device-width"><img src="missing.png" width=9 height=9>
+<div style="overflow: hidden; width: 99px"><table><tr><td style="min-width: 200px">cut</table></div>
+<div style="overflow: auto; width: 99px"><table><tr><td style="min-width: 200px">scrolls</table></div>
+<p style="width: 3000px">wide</p><script>missing()</script>"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if PROGRAM is None:
+        pytest.skip("there is no browser: install the system's package of chromium")
+    with start_browser(tmp_path_factory.mktemp("browser")) as started:
+        yield started
+
+
+@pytest.mark.slow(reason="starts a browser")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("page", ["report", "site"])
+def test_a_browser_shows_pages_whole_at_the_width_of_a_phone_and_of_a_desk(browser, page, width, tmp_path):
+    if page == "report":
+        summary = made(layers=28, heads=32) | {"certificate": CERTIFICATE, "data": "a/long/folder" * 20}
+        url = write(summary | {"command": f"s2o-calibrate --prompts {'x' * 200}"}, tmp_path / "p.safetensors")[-1]
+    elif not (url := SITE).is_file():
+        pytest.skip("the site is not built: run make docs")
+    browser.open(url.as_uri(), width)
+    assert browser.list_faults() == []
+    assert browser.evaluate("document.querySelectorAll('main table, article table').length") > 0
+    if page == "report":
+        drawn = browser.evaluate("[...document.querySelectorAll('figure svg')].map((one) => one.clientWidth > 300)")
+        assert drawn == [True] * 5
+        browser.evaluate("document.querySelector('table.data button').click()")  # which sorts
+        assert browser.evaluate("document.querySelector('[aria-sort=ascending]').textContent") == "length"
+
+
+@pytest.mark.slow(reason="starts a browser")
+def test_a_browser_tells_what_is_cut_wide_missing_or_fails(browser, tmp_path):
+    (tmp_path / "page.html").write_text(BROKEN)
+    browser.open((tmp_path / "page.html").as_uri(), 390)
+    faults = "\n".join(map(str, browser.list_faults()))
+    for part in ("pixels wider than the window", "cut</td>", "wide</p>", "missing.png", "missing is not defined"):
+        assert part in faults, part
+    assert "scrolls</td>" not in faults
