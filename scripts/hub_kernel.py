@@ -3,8 +3,8 @@
 
     python -m scripts.hub_kernel --repo ORG/s2o
 
-writes a folder in the layout of the `kernels` package, which docs/hub-kernel.md says how to publish: the runtime without
-its servers and commands, whose imports of itself are relative already, the profiles, by model and GPU, and metadata.
+writes a folder in the layout of the `kernels` package, which docs/hub-kernel.md says how to publish: the runtime, which
+imports itself relatively, without its servers and commands; the profiles, by model and GPU; and metadata.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import sys
 from base64 import b64encode
 from pathlib import Path
+from string import Template
 
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.version import __version__
@@ -28,25 +29,7 @@ LEFT_OUT = (  # servers and commands, and the catalogue, which is `profiles`
     "catalogue", "doctor", "huggingface/sdpa.py", "huggingface/site", "serving/attend.py", "serving/batch.py",
     "serving/server.py", "serving/sources.py", "sglang", "vllm",
 )  # fmt: skip
-CARD = """\
----
-library_name: kernels
-license: apache-2.0
-tags: [attention, sparse-attention]
----
-
-# S2O
-
-Sparse attention for long prompts, calibrated to a model and a GPU, version {version}. For transformers 5.17 or newer:
-
-```python
-model = AutoModelForCausalLM.from_pretrained(MODEL, attn_implementation="{repo}", allow_all_kernels=True)
-```
-
-Models without one of these profiles run dense, and one line of the log says so:
-
-{profiles}
-"""
+CARD = Path(__file__).with_name("hub_kernel_card.md")
 
 
 def main() -> int:
@@ -100,7 +83,8 @@ def build(out: Path, repo: str, profiles: Path) -> Path:
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     listed = "\n".join(f"- `{path.relative_to(profiles).with_suffix('').as_posix()}`" for path in found)
-    (out / "README.md").write_text(CARD.format(version=__version__, repo=repo, profiles=listed), encoding="utf-8")
+    card = Template(CARD.read_text(encoding="utf-8")).substitute(version=__version__, repo=repo, profiles=listed)
+    (out / "README.md").write_text(card, encoding="utf-8")
     shutil.copyfile(ROOT / "LICENSE", out / "LICENSE")
     return variant
 

@@ -16,7 +16,7 @@ from calibrate.curves.curves import TAUS
 from calibrate.machine import MARK
 from calibrate.proof.layers import EIGHTHS
 from calibrate.proof.verify import EIGHTH_OVER_LIMIT
-from calibrate.report.contents import HeadReport, LengthReport, Report
+from calibrate.report.contents import HeadReport, Report
 from calibrate.report.sections import format_tau
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import get_first_line
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
+Errors = Sequence[Sequence[float]]  # over their limit, of each length
 Panel = tuple[str, Sequence[Sequence[tuple[str, float]]]]  # title; by layer and head the mode, and the colour's value
 DPI = 120
 COLOURS = "viridis"  # even in lightness, and told apart with every kind of colour vision
@@ -224,8 +225,8 @@ def _draw_taus(figure: Figure, profile: Profile) -> None:
 CELL = 0.14  # inches of a cell of the heat map where there are many
 DARK = 0.88  # the share of the colours that thin lines use: the last ones are too light for them
 CAPTIONS = {
-    "summary": "What is gained, and what is lost on the prompts that layers were adjusted on: in each layer, and in each "
-    "eighth of the prompts, as a mean over the layers and, dotted, in the layer that errs most there.",
+    "summary": "What is gained, and what is lost on the prompts that layers were adjusted on: by layer, and by eighth "
+    "of the prompts, as a mean over the layers and, dotted, in the layer that errs most there.",
     "density": "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads.",
     "frontier": "Error against density of every layer: curves are predicted for other budgets, circles are what was "
     "chosen, on the prompts that layers were adjusted on.",
@@ -242,8 +243,9 @@ def draw_pngs(report: Report) -> dict[str, bytes]:
 
 
 def draw_svgs(report: Report) -> dict[str, str]:
-    """Return SVG elements by the names "frontier" and "time", and those of "summary", which stand side by side on a wide
-    page; for "density" a page of HTML has maps of its own.
+    """Return elements of HTML by the names "frontier", "time" and "summary", which stands side by side where it can.
+
+    For "density" a page of HTML has maps of its own.
     """
     draws, title = {"frontier": draw_frontier, "time": draw_time}, f"{report.model} on {report.device}"
     svgs = {name: render_svg(partial(draw, report=report), title, name, CAPTIONS[name]) for name, draw in draws.items()}
@@ -268,55 +270,55 @@ def draw_summary(figure: Figure, report: Report, names: Sequence[str] = ()) -> N
 
 def _draw_gain(axes: Axes, report: Report) -> None:
     """Draw a bar for each length: how many times as fast as dense attention is, and a prefill where it was timed."""
-    timed = all(length.attention_seconds is not None for length in report.lengths)
-    series = {"attention" if timed else "attention, predicted": [row.attention_speedup for row in report.lengths]}
-    if timed:
-        series["prefill"] = [row.prefill_speedup for row in report.lengths]
+    series = {"attention": [row.attention_speedup or 0.0 for row in report.lengths]}
+    if all(row.attention_seconds is not None for row in report.lengths):
+        series["prefill"] = [row.prefill_speedup or 0.0 for row in report.lengths]
+    else:
+        series = {"attention, predicted": series["attention"]}
     for index, (label, speedups) in enumerate(series.items()):
-        places = [place + 0.4 * (index - (len(series) - 1) / 2) for place in range(len(speedups))]
-        bars = axes.bar(places, [speedup or 0.0 for speedup in speedups], width=0.38, color=f"C{index}", label=label)
-        axes.bar_label(bars, ["-" if speedup is None else f"{speedup:.2f}x" for speedup in speedups], fontsize="small")
+        bars = axes.bar([place + 0.4 * index for place in range(len(speedups))], speedups, width=0.38, label=label)
+        axes.bar_label(bars, [f"{speedup:.2f}x" if speedup else "-" for speedup in speedups], fontsize="small")
     axes.axhline(1, color="black", lw=1, ls="--")
-    axes.set_xticks(range(len(report.lengths)), [str(length.length) for length in report.lengths])
+    middle = 0.2 * (len(series) - 1)
+    axes.set_xticks(
+        [place + middle for place in range(len(report.lengths))], [str(row.length) for row in report.lengths]
+    )
     axes.set(xlabel="tokens", ylabel="times as fast as dense")
-    axes.margins(y=0.3)
-    axes.legend(loc="upper left", ncols=2, frameon=False, fontsize="small")
+    _add_legend(axes)
 
 
 def _draw_layer_loss(axes: Axes, report: Report) -> None:
-    _draw_errors(axes, [(row, [layer.error_over_limit for layer in row.layers], ()) for row in report.lengths], 1.0)
+    _draw_errors(axes, report, [[layer.error_over_limit for layer in row.layers] for row in report.lengths], 1.0)
     axes.set(xlabel="layer")
     _set_whole_ticks(axes.xaxis, report.layer_numbers)
 
 
 def _draw_place_loss(axes: Axes, report: Report) -> None:
-    by_place = [
-        list(zip(*(layer.eighths for layer in row.layers if layer.eighths), strict=True)) for row in report.lengths
-    ]
-    lines = [(row, [*map(fmean, part)], [*map(max, part)]) for row, part in zip(report.lengths, by_place, strict=True)]
-    _draw_errors(axes, lines, EIGHTH_OVER_LIMIT)
+    parts = [[layer.eighths for layer in row.layers if layer.eighths] for row in report.lengths]
+    means, largest = ([list(map(of, zip(*layers, strict=True))) for layers in parts] for of in (fmean, max))
+    _draw_errors(axes, report, means, EIGHTH_OVER_LIMIT, largest)
     axes.set_xticks(range(EIGHTHS), ["first", *map(str, range(2, EIGHTHS)), "last"])
     axes.set(xlabel="eighth of the prompt")
 
 
-def _draw_errors(
-    axes: Axes, lines: Sequence[tuple[LengthReport, Sequence[float], Sequence[float]]], allowed: float
-) -> None:
-    """Draw errors over the limit, a line for each length and a dotted one for the largest, below what is allowed."""
-    from matplotlib import colormaps
+def _draw_errors(axes: Axes, report: Report, errors: Errors, allowed: float, largest: Errors = ()) -> None:
+    """Draw errors over the limit, a line for each length and a dotted one for the largest, and what is allowed."""
     from matplotlib.ticker import PercentFormatter
 
     axes.axhline(allowed, color="black", lw=1, ls="--")
-    for number, (length, errors, largest) in enumerate(lines):
-        colour = colormaps[COLOURS](number / max(1, len(lines) - 1) * DARK)
-        axes.plot(errors, color=colour, marker="o", ms=3, label=f"{length.length} tokens")
-        axes.plot(largest, color=colour, lw=0.8, ls=":")
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.3)
+    for length, values in zip(report.lengths, errors, strict=True):
+        axes.plot(values, marker="o", ms=3, label=f"{length.length} tokens")
+    for number, values in enumerate(largest):
+        axes.plot(values, color=f"C{number}", lw=0.8, ls=":")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylabel("error, of its limit")
-    if lines:
-        axes.legend(loc="upper left", ncols=2, frameon=False, fontsize="small")
+    _add_legend(axes)
+    axes.set_ylim(bottom=0)
+
+
+def _add_legend(axes: Axes) -> None:
+    axes.margins(y=0.3)
+    axes.legend(loc="upper left", ncols=2, frameon=False, fontsize="small")
 
 
 SUMMARY: dict[str, Callable[[Axes, Report], None]] = {  # what people look for first

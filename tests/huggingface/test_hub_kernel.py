@@ -1,4 +1,4 @@
-"""S2O as a kernel of the Hub: the folder that scripts/hub_kernel.py builds, as transformers loads it, without the Hub."""
+"""S2O as a kernel of the Hub: the folder that scripts/hub_kernel.py builds, loaded by transformers without the Hub."""
 
 import ast
 import importlib.util
@@ -30,31 +30,33 @@ def variant(tmp_path_factory):
     return build(tmp_path_factory.mktemp("hub"), REPO, ROOT / "profiles")
 
 
-def imports(path):
-    """Return the first names of what a file imports from elsewhere, and what it imports of its own package, to run."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [
-        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-    ]
-    nodes = list(ast.walk(tree))
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    foreign = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    foreign |= {node.module for node in froms if not node.level}
-    own = [(path.parents[node.level - 1] / (node.module or "").replace(".", "/"), node) for node in froms if node.level]
-    return {name.partition(".")[0] for name in foreign}, own
+@pytest.fixture
+def kernel(variant, monkeypatch):
+    """The kernel as `kernels` imports it, which transformers gets without a download."""
+    name = json.loads((variant / "metadata.json").read_text(encoding="utf-8"))["id"]
+    if name not in sys.modules:  # its ops are registered once in a process
+        spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda repo, **_: sys.modules[name] if repo == REPO else None)
+    return sys.modules[name]
 
 
-def test_the_folder_imports_itself_relatively_and_else_only_what_a_kernel_may(variant):
-    files = sorted(variant.rglob("*.py"))
-    assert set().union(*(imports(path)[0] for path in files)) <= ALLOWED
-    for path in files:
-        for source, node in imports(path)[1]:
-            names = [source, *(source / alias.name for alias in node.names)] if source.is_dir() else [source]
-            there = [name.with_suffix(".py").is_file() or (name / "__init__.py").is_file() for name in names]
-            assert any(there), f"{path.name}: {ast.unparse(node)}"
+def test_every_file_is_imported_and_imports_only_what_a_kernel_may(variant, kernel):
+    """Itself relatively, and nothing that is only installed with S2O."""
+    for path in sorted(variant.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        types = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+        tree.body = [node for node in tree.body if node not in types]
+        names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+        assert {name.partition(".")[0] for name in names} <= ALLOWED, path
+        parts = path.relative_to(variant).with_suffix("").parts
+        importlib.import_module(".".join((kernel.__name__, *parts)))
 
 
-def test_it_is_imported_where_there_is_nothing_but_torch(variant, tmp_path):
+def test_it_is_imported_where_there_is_nothing_but_torch(variant):
     """As what builds and checks kernels does; `s2o_runtime` is not there either."""
     program = f"""
 import importlib.util, sys
@@ -64,10 +66,8 @@ sys.modules["kernel"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["kernel"])
 print(sys.modules["kernel"].LayerConfig.__module__)
 """
-    run = subprocess.run(
-        [sys.executable, "-I", "-B", "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
-    )
-    assert run.stdout == "kernel.config\n"
+    command = [sys.executable, "-I", "-B", "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "kernel.config\n"
 
 
 def test_metadata_name_every_file_and_only_a_name_of_a_repository_is_taken(variant, tmp_path):
@@ -80,19 +80,6 @@ def test_metadata_name_every_file_and_only_a_name_of_a_repository_is_taken(varia
     for repo, profiles, said in (("s2o", "profiles", "expected ORG/NAME"), (REPO, "docs", "holds no profile")):
         with pytest.raises(InputError, match=said):
             build(tmp_path, repo, ROOT / profiles)
-
-
-@pytest.fixture
-def kernel(variant, monkeypatch):
-    """The kernel as `kernels` imports it, which transformers gets without a download."""
-    name = json.loads((variant / "metadata.json").read_text(encoding="utf-8"))["id"]
-    if name not in sys.modules:  # its ops are registered once in a process
-        spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
-    monkeypatch.setattr(hub_kernels, "get_kernel", lambda repo, **_: sys.modules[name] if repo == REPO else None)
-    return sys.modules[name]
 
 
 @torch.no_grad()

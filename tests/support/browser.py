@@ -1,6 +1,5 @@
 """A real browser without a window, driven through its debugging pipe, which needs no package."""
 
-import base64
 import fcntl
 import json
 import os
@@ -26,13 +25,14 @@ CUT = """
   if (!box.width || !element.checkVisibility()) return false;
   for (let around = element.parentElement; around; around = around.parentElement) {
     const { overflowX, position } = getComputedStyle(around);
-    if (["auto", "scroll"].includes(overflowX) && around !== document.scrollingElement || position === "fixed") return false;
+    if (position === "fixed") return false;
+    if (["auto", "scroll"].includes(overflowX) && around !== document.scrollingElement) return false;
     if (overflowX !== "visible" && box.right > around.getBoundingClientRect().right + 1) return true;
   }
   return box.right > document.documentElement.clientWidth + 1;
 }).map((element) => element.outerHTML.slice(0, 200))
 """
-PICTURES = "[...document.images].filter((one) => !one.complete || !one.naturalWidth).map((one) => one.src)"
+MISSING = "[...document.images].filter((one) => !one.complete || !one.naturalWidth).map((one) => one.src)"
 
 
 class Browser:
@@ -74,31 +74,21 @@ class Browser:
     def open(self, url, width):
         """Load a page at a width in CSS pixels, as a phone does where it is small."""
         self.events.clear()
-        phone = width < 600
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": phone}
-        self.call("Emulation.setDeviceMetricsOverride", **metrics)
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
         self.call("Page.navigate", url=url)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._read())
         self.evaluate("document.fonts.ready.then(() => new Promise((ready) => setTimeout(ready, 200)))")
 
-    def list_errors(self):
-        """Return what scripts threw since the page was opened, and what the browser logged as an error."""
-        thrown = [event["params"] for event in self.events if event["method"] == "Runtime.exceptionThrown"]
-        entries = [event["params"]["entry"] for event in self.events if event["method"] == "Log.entryAdded"]
-        return thrown + [entry for entry in entries if entry["level"] == "error"]
-
     def list_faults(self):
-        """Return what a reader of the open page would miss: what is wider than the window, cut, or not loaded."""
+        """Return what a reader of the open page would miss, what scripts threw, and what the browser calls an error."""
         wider = self.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        return [*([f"{wider} pixels wider than the window"] if wider > 0 else []), *self.evaluate(CUT)] + [
-            *self.evaluate(PICTURES), *self.list_errors()
-        ]  # fmt: skip
-
-    def save_screenshot(self, path):
-        """Write a picture of the whole page."""
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
+        faults = [f"{wider} pixels wider than the window"] if wider > 0 else []
+        faults += self.evaluate(CUT) + self.evaluate(MISSING)
+        faults += [event for event in self.events if event["method"] == "Runtime.exceptionThrown"]
+        entries = [event["params"]["entry"] for event in self.events if event["method"] == "Log.entryAdded"]
+        return faults + [entry for entry in entries if entry["level"] == "error"]
 
 
 @contextmanager
@@ -117,6 +107,6 @@ def start_browser(folder):
         with open(to_browser, "wb") as requests, open(from_browser, "rb") as replies:
             yield Browser(requests, replies)
     finally:
-        timer.cancel()
-        process.kill()
+        process.terminate()
         process.wait()
+        timer.cancel()
