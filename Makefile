@@ -245,7 +245,7 @@ tables: $(READY)
 	$(RUN) -m scripts.docs.tables
 
 hub-kernel: $(READY)
-	$(RUN) -m scripts.hub_kernel --repo $(REPO)
+	$(RUN) -m scripts.docs.hub_kernel --repo $(REPO)
 
 # the site, with warnings as errors, in an environment that has nothing but what builds it: no torch
 docs: build/docs/.installed

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 from io import BytesIO
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from calibrate.curves.curves import TAUS
@@ -17,7 +16,7 @@ from calibrate.machine import MARK
 from calibrate.proof.layers import EIGHTHS
 from calibrate.proof.verify import EIGHTH_OVER_LIMIT
 from calibrate.report.contents import HeadReport, Report
-from calibrate.report.sections import format_tau
+from calibrate.report.sections import format_speedup, format_tau
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import get_first_line
 from s2o_runtime.profile import Profile
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
-Errors = Sequence[Sequence[float]]  # over their limit, of each length
 Panel = tuple[str, Sequence[Sequence[tuple[str, float]]]]  # title; by layer and head the mode, and the colour's value
 DPI = 120
 COLOURS = "viridis"  # even in lightness, and told apart with every kind of colour vision
@@ -225,35 +223,34 @@ def _draw_taus(figure: Figure, profile: Profile) -> None:
 CELL = 0.14  # inches of a cell of the heat map where there are many
 DARK = 0.88  # the share of the colours that thin lines use: the last ones are too light for them
 CAPTIONS = {
-    "summary": "What is gained, and what is lost on the prompts that layers were adjusted on: by layer, and by eighth "
-    "of the prompts, as a mean over the layers and, dotted, in the layer that errs most there.",
+    "summary": "What is gained, and what is lost on the prompts that layers were adjusted on: in each "
+    "layer, and in each eighth of the prompts by the layer that errs most there. Dashed lines are what is allowed.",
     "density": "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads.",
     "frontier": "Error against density of every layer: curves are predicted for other budgets, circles are what was "
     "chosen, on the prompts that layers were adjusted on.",
-    "time": "The time of each layer's attention in front of dense attention's; predicted where there was no GPU.",
 }
 LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors, as of a dense layer, lie on its edge
 
 
 def draw_pngs(report: Report) -> dict[str, bytes]:
-    """Return PNG files by the names "summary", "density", "frontier" and "time"."""
-    draws = {"summary": draw_summary, "density": draw_density, "frontier": draw_frontier, "time": draw_time}
+    """Return PNG files by the names "summary", "density" and "frontier"."""
+    draws = {"summary": draw_summary, "density": draw_density, "frontier": draw_frontier}
     title = f"{report.model} on {report.device}"
     return {name: render_png(partial(draw, report=report), title) for name, draw in draws.items()}
 
 
 def draw_svgs(report: Report) -> dict[str, str]:
-    """Return elements of HTML by the names "frontier", "time" and "summary", which stands side by side where it can.
+    """Return elements of HTML by the names "frontier" and "summary", whose panels stand side by side where they can.
 
     For "density" a page of HTML has maps of its own.
     """
-    draws, title = {"frontier": draw_frontier, "time": draw_time}, f"{report.model} on {report.device}"
-    svgs = {name: render_svg(partial(draw, report=report), title, name, CAPTIONS[name]) for name, draw in draws.items()}
+    title = f"{report.model} on {report.device}"
+    frontier = render_svg(partial(draw_frontier, report=report), title, "frontier", CAPTIONS["frontier"])
     panels = [
         render_svg(partial(draw_summary, report=report, names=[name]), "", f"summary{number}", name)
         for number, name in enumerate(SUMMARY)
     ]
-    return svgs | {"summary": f'<div class="panels">{"".join(panels)}</div>'}
+    return {"frontier": frontier, "summary": f'<div class="panels">{"".join(panels)}</div>'}
 
 
 def draw_summary(figure: Figure, report: Report, names: Sequence[str] = ()) -> None:
@@ -269,55 +266,42 @@ def draw_summary(figure: Figure, report: Report, names: Sequence[str] = ()) -> N
 
 
 def _draw_gain(axes: Axes, report: Report) -> None:
-    """Draw a bar for each length: how many times as fast as dense attention is, and a prefill where it was timed."""
-    series = {"attention": [row.attention_speedup or 0.0 for row in report.lengths]}
-    if all(row.attention_seconds is not None for row in report.lengths):
-        series["prefill"] = [row.prefill_speedup or 0.0 for row in report.lengths]
-    else:
-        series = {"attention, predicted": series["attention"]}
-    for index, (label, speedups) in enumerate(series.items()):
-        bars = axes.bar([place + 0.4 * index for place in range(len(speedups))], speedups, width=0.38, label=label)
-        axes.bar_label(bars, [f"{speedup:.2f}x" if speedup else "-" for speedup in speedups], fontsize="small")
-    axes.axhline(1, color="black", lw=1, ls="--")
-    middle = 0.2 * (len(series) - 1)
-    axes.set_xticks(
-        [place + middle for place in range(len(report.lengths))], [str(row.length) for row in report.lengths]
-    )
+    """Draw how many times as fast as dense attention is at each length, and a prefill where it was timed."""
+    lengths = [str(row.length) for row in report.lengths]
+    timed = None not in [row.attention_seconds for row in report.lengths]
+    attention = [row.attention_speedup or 0.0 for row in report.lengths]
+    axes.bar(lengths, attention, -0.4, align="edge", label="attention" if timed else "attention, predicted")
+    if timed:
+        prefill = [row.prefill_speedup or 0.0 for row in report.lengths]
+        axes.bar(lengths, prefill, 0.4, align="edge", label="prefill")
+    for bars in axes.containers:
+        axes.bar_label(bars, fmt=lambda speedup: format_speedup(speedup or None), fontsize="small")
     axes.set(xlabel="tokens", ylabel="times as fast as dense")
-    _add_legend(axes)
+    _finish_panel(axes, 1.0)
 
 
 def _draw_layer_loss(axes: Axes, report: Report) -> None:
-    _draw_errors(axes, report, [[layer.error_over_limit for layer in row.layers] for row in report.lengths], 1.0)
-    axes.set(xlabel="layer")
+    for row in report.lengths:
+        axes.plot([layer.error_over_limit for layer in row.layers], marker="o", ms=3, label=row.label)
+    axes.set(xlabel="layer", ylabel="error over its limit")
     _set_whole_ticks(axes.xaxis, report.layer_numbers)
+    _finish_panel(axes, 1.0)
 
 
 def _draw_place_loss(axes: Axes, report: Report) -> None:
-    parts = [[layer.eighths for layer in row.layers if layer.eighths] for row in report.lengths]
-    means, largest = ([list(map(of, zip(*layers, strict=True))) for layers in parts] for of in (fmean, max))
-    _draw_errors(axes, report, means, EIGHTH_OVER_LIMIT, largest)
-    axes.set_xticks(range(EIGHTHS), ["first", *map(str, range(2, EIGHTHS)), "last"])
-    axes.set(xlabel="eighth of the prompt")
+    for row in report.lengths:
+        by_eighth = zip(*(layer.eighths for layer in row.layers if layer.eighths), strict=True)
+        axes.plot([max(errors) for errors in by_eighth], marker="o", ms=3, label=row.label)
+    axes.set(xlabel="eighth of the prompt", ylabel="error over its limit, of the worst layer")
+    axes.set_xticks(range(EIGHTHS), range(1, EIGHTHS + 1))
+    _finish_panel(axes, EIGHTH_OVER_LIMIT)
 
 
-def _draw_errors(axes: Axes, report: Report, errors: Errors, allowed: float, largest: Errors = ()) -> None:
-    """Draw errors over the limit, a line for each length and a dotted one for the largest, and what is allowed."""
-    from matplotlib.ticker import PercentFormatter
-
-    axes.axhline(allowed, color="black", lw=1, ls="--")
-    for length, values in zip(report.lengths, errors, strict=True):
-        axes.plot(values, marker="o", ms=3, label=f"{length.length} tokens")
-    for number, values in enumerate(largest):
-        axes.plot(values, color=f"C{number}", lw=0.8, ls=":")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylabel("error, of its limit")
-    _add_legend(axes)
+def _finish_panel(axes: Axes, bound: float) -> None:
+    """Add a line at the bound, and a legend with room above what is drawn."""
+    axes.axhline(bound, color="black", lw=1, ls="--")
+    axes.margins(y=0.35)
     axes.set_ylim(bottom=0)
-
-
-def _add_legend(axes: Axes) -> None:
-    axes.margins(y=0.3)
     axes.legend(loc="upper left", ncols=2, frameon=False, fontsize="small")
 
 
@@ -378,26 +362,3 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     bar = figure.colorbar(layer_colours, ax=all_axes, label="layer", **BAR)
     bar.ax.set_ylim(0, max(1, last))
     _set_whole_ticks(bar.ax.yaxis, report.layer_numbers)
-
-
-def draw_time(figure: Figure, report: Report) -> None:
-    """Draw bars of each layer's attention before those of dense attention; predicted shares where nothing was timed."""
-    wide = min(max(0.2 * len(report.lengths[0].layers), 5.0), 12.0)
-    lengths = [length for length in report.lengths if length.attention_seconds is not None or length.has_heads]
-    all_axes = add_panels(figure, [length.label for length in lengths], (wide, 1.7), x="layer", y="", columns=1)
-    for axes, length in zip(all_axes, lengths, strict=True):
-        layers = length.layers
-        if length.attention_seconds is not None:  # so it is known of every layer
-            dense = [1e3 * (layer.dense_seconds or 0.0) for layer in layers]
-            sparse = [1e3 * (layer.seconds or 0.0) for layer in layers]
-            axes.set_ylabel("attention [ms]")
-        else:
-            dense = [1.0] * len(layers)
-            sparse = [fmean(head.cost for head in layer.heads) for layer in layers]
-            axes.set_ylabel("attention time,\npredicted, over dense")
-        axes.bar(range(len(layers)), dense, width=0.85, color="lightgrey", label="dense")
-        axes.bar(range(len(layers)), sparse, width=0.5, color="C0", label="S2O")
-        axes.set_xlim(-0.7, len(layers) - 0.3)
-        _set_whole_ticks(axes.xaxis, report.layer_numbers)
-    first = all_axes[0]
-    figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

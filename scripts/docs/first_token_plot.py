@@ -18,6 +18,17 @@ from scripts.docs.raw import RESULTS, result_file
 
 PICTURE = RESULTS / "first-token.svg"
 INK = "#808080"  # text and lines that read on white and on dark pages
+STYLE = {
+    "svg.hashsalt": "s2o",
+    "font.size": 12,  # readable at a width of 400 pixels
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
+}
 MODELS = {  # what is drawn, by the name that the bench was given; a row of panels for each model that was measured
     "qwen2.5-coder-1.5b-dequantised-q4": "Qwen2.5-Coder-1.5B",
     "qwen2.5-coder-1.5b-dequantised-q4-yarn": "Qwen2.5-Coder-1.5B",  # the same model, for longer prompts
@@ -75,13 +86,11 @@ def make_picture() -> bytes:
     panels = [panel for panel in panels if panel[3]]
     rows = math.ceil(len(panels) / 2)
     file = BytesIO()
-    with rc_context({"svg.hashsalt": "s2o", "font.size": 12}):  # readable at a width of 400 pixels
+    with rc_context(STYLE):
         figure = Figure((7.2, 3.9 * rows), layout="constrained")
-        figure.patch.set_alpha(0)
         for place, panel in enumerate(panels, 1):
             _draw_panel(figure.add_subplot(rows, 2, place), *panel)
-        lines = figure.axes[0].get_legend_handles_labels()
-        figure.legend(*lines, loc="outside lower center", ncols=2, frameon=False, labelcolor=INK)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
 
@@ -98,18 +107,11 @@ def _draw_panel(axes: Axes, model: str, kind: str, setting: str, points: dict[in
         place, slower = (length, point.s2o.seconds.median), point.s2o.seconds.median > point.stock.seconds.median
         beside: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom" if slower else "top"}
         axes.annotate(point.describe_gain(), place, (0, 8 if slower else -8), color="#2f81f7", **beside)
-    axes.set(xscale="log", yscale="log")
-    axes.set_title(f"{KINDS[kind]}\n{model}\n{setting}", color=INK, fontsize="medium")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="seconds to the first token")
+    axes.set_title(f"{KINDS[kind]}\n{model}\n{setting}", fontsize="medium")
     axes.set_xticks(list(points), [str(length) for length in points])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("tokens of the prompt", color=INK)
-    axes.set_ylabel("seconds to the first token", color=INK)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
     axes.margins(0.25, 0.35)
-    axes.patch.set_alpha(0)
-    axes.tick_params(which="both", colors=INK)
-    axes.grid(alpha=0.3, color=INK)
-    for spine in axes.spines.values():
-        spine.set_color(INK)

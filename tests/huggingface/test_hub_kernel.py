@@ -1,4 +1,4 @@
-"""S2O as a kernel of the Hub: the folder that scripts/hub_kernel.py builds, loaded by transformers without the Hub."""
+"""S2O as a kernel of the Hub: the folder that scripts/docs/hub_kernel.py builds, loaded by transformers without the Hub."""
 
 import ast
 import importlib.util
@@ -13,7 +13,7 @@ from transformers.integrations import hub_kernels
 
 from s2o_runtime import patch
 from s2o_runtime.errors import InputError
-from scripts.hub_kernel import build
+from scripts.docs.hub_kernel import build
 from support.pages import ROOT
 
 REPO = "org/s2o"
@@ -76,7 +76,7 @@ def test_metadata_name_every_file_and_only_a_name_of_a_repository_is_taken(varia
     assert {*metadata["digest"]["files"], "metadata.json"} == there
     assert "catalogue/demo/nvidia-h200/rel-mse-0.001.safetensors" in there
     assert metadata["id"].isidentifier()
-    assert REPO in (variant.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f'"{REPO}"' in (variant.parents[1] / "README.md").read_text(encoding="utf-8")
     for repo, profiles, said in (("s2o", "profiles", "expected ORG/NAME"), (REPO, "docs", "holds no profile")):
         with pytest.raises(InputError, match=said):
             build(tmp_path, repo, ROOT / profiles)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Build S2O as a kernel of the Hub, for transformers' `attn_implementation="ORG/s2o"`.
 
-    python -m scripts.hub_kernel --repo ORG/s2o
+    python -m scripts.docs.hub_kernel --repo ORG/s2o
 
 writes a folder in the layout of the `kernels` package, which docs/hub-kernel.md says how to publish: the runtime, which
 imports itself relatively, without its servers and commands; the profiles, by model and GPU; and metadata.
@@ -17,13 +17,11 @@ import shutil
 import sys
 from base64 import b64encode
 from pathlib import Path
-from string import Template
 
 from s2o_runtime.errors import InputError, S2OError
-from s2o_runtime.version import __version__
 from scripts.bench.common import BAD_INPUT, OK, Parser
+from scripts.docs.raw import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 VARIANT = "build/torch-cuda"  # of every torch and CUDA, because nothing is compiled before it runs
 LEFT_OUT = (  # servers and commands, and the catalogue, which is `profiles`
     "catalogue", "doctor", "huggingface/sdpa.py", "huggingface/site", "serving/attend.py", "serving/batch.py",
@@ -82,9 +80,7 @@ def build(out: Path, repo: str, profiles: Path) -> Path:
         "digest": {"algorithm": "sha256", "files": {to: b64encode(digest).decode() for to, digest in digests.items()}},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-    listed = "\n".join(f"- `{path.relative_to(profiles).with_suffix('').as_posix()}`" for path in found)
-    card = Template(CARD.read_text(encoding="utf-8")).substitute(version=__version__, repo=repo, profiles=listed)
-    (out / "README.md").write_text(card, encoding="utf-8")
+    (out / "README.md").write_text(CARD.read_text("utf-8").replace("ORG/s2o", repo), "utf-8")
     shutil.copyfile(ROOT / "LICENSE", out / "LICENSE")
     return variant
 
