@@ -1,8 +1,8 @@
 """S2O as a kernel of the Hub: what transformers calls for `attn_implementation="ORG/s2o"`.
 
-`scripts/docs/hub_kernel.py` builds the repository, which holds this package under another name. transformers gives such a
-kernel SDPA's masks, and no hook before its first call: so that call finds the model's profile and gives the kernel's
-name S2O's masks. SDPA's own mask of a first prompt that is padded or continues a cache is not read: it runs dense.
+`scripts/docs/hub_kernel.py` builds the repository, which holds this package under another name. transformers gives
+such a kernel SDPA's masks, and no hook before its first call: so that call finds the model's profile and gives the
+kernel's name S2O's masks. A first prompt with a mask of SDPA's, as it is padded or continues a cache, runs dense.
 """
 
 from __future__ import annotations

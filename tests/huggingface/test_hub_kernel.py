@@ -1,4 +1,4 @@
-"""S2O as a kernel of the Hub: the folder that scripts/docs/hub_kernel.py builds, loaded by transformers without the Hub."""
+"""S2O as a kernel of the Hub: what scripts/docs/hub_kernel.py builds, loaded by transformers without the Hub."""
 
 import ast
 import importlib.util

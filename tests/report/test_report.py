@@ -16,7 +16,7 @@ from rich.console import Console
 from calibrate.machine import MARK
 from calibrate.record import Certificate, RecordNode
 from calibrate.report import contents, figures, page, sections
-from support.browser import PROGRAM, start_browser
+from support.browser import PROGRAM, look_at
 from support.pages import ROOT
 from support.profiles import CERTIFICATE
 
@@ -473,38 +473,31 @@ BROKEN = """<!DOCTYPE html><meta name="viewport" content="width=device-width"><i
 <p style="width: 3000px">wide</p><script>missing()</script>"""
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if PROGRAM is None:
-        pytest.skip("there is no browser: install the system's package of chromium")
-    with start_browser(tmp_path_factory.mktemp("browser")) as started:
-        yield started
+NO_BROWSER = "there is no browser: install the system's package of chromium"
 
 
 @pytest.mark.slow(reason="starts a browser")
+@pytest.mark.skipif(PROGRAM is None, reason=NO_BROWSER)
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("page", ["report", "site"])
-def test_a_browser_shows_pages_whole_at_the_width_of_a_phone_and_of_a_desk(browser, page, width, tmp_path):
+def test_a_browser_shows_pages_whole_at_the_width_of_a_phone_and_of_a_desk(page, width, tmp_path):
+    file, pictures = SITE, 0
     if page == "report":
         summary = made(layers=28, heads=32) | {"certificate": CERTIFICATE, "data": "a/long/folder" * 20}
-        url = write(summary | {"command": f"s2o-calibrate --prompts {'x' * 200}"}, tmp_path / "p.safetensors")[-1]
-    elif not (url := SITE).is_file():
+        summary["command"] = f"s2o-calibrate --prompts {'x' * 200}"
+        file, pictures = write(summary, tmp_path / "p.safetensors")[-1], 4
+    elif not SITE.is_file():
         pytest.skip("the site is not built: run make docs")
-    browser.open(url.as_uri(), width)
-    assert browser.list_faults() == []
-    assert browser.evaluate("document.querySelectorAll('main table, article table').length") > 0
-    if page == "report":
-        drawn = browser.evaluate("[...document.querySelectorAll('figure svg')].map((one) => one.clientWidth > 300)")
-        assert drawn == [True] * 4
-        browser.evaluate("document.querySelector('table.data button').click()")  # which sorts
-        assert browser.evaluate("document.querySelector('[aria-sort=ascending]').textContent") == "length"
+    tables, drawn, faults = look_at(file, width, tmp_path)
+    assert (faults, drawn) == ([], pictures)
+    assert tables > 0
 
 
 @pytest.mark.slow(reason="starts a browser")
-def test_a_browser_tells_what_is_cut_wide_missing_or_fails(browser, tmp_path):
+@pytest.mark.skipif(PROGRAM is None, reason=NO_BROWSER)
+def test_a_browser_tells_what_is_cut_wide_missing_or_fails(tmp_path):
     (tmp_path / "page.html").write_text(BROKEN)
-    browser.open((tmp_path / "page.html").as_uri(), 390)
-    faults = "\n".join(map(str, browser.list_faults()))
+    faults = "\n".join(look_at(tmp_path / "page.html", 390, tmp_path)[2])
     for part in ("pixels wider than the window", "cut</td>", "wide</p>", "missing.png", "missing is not defined"):
         assert part in faults, part
     assert "scrolls</td>" not in faults
