@@ -270,13 +270,14 @@ def _draw_gain(axes: Axes, report: Report) -> None:
     lengths = [str(row.length) for row in report.lengths]
     timed = None not in [row.attention_seconds for row in report.lengths]
     attention = [row.attention_speedup or 0.0 for row in report.lengths]
-    axes.bar(lengths, attention, -0.4, align="edge", label="attention" if timed else "attention, predicted")
+    name = "attention" if timed else "attention, predicted"
+    series = [axes.bar(lengths, attention, -0.4, align="edge" if timed else "center", label=name)]
     if timed:
         prefill = [row.prefill_speedup or 0.0 for row in report.lengths]
-        axes.bar(lengths, prefill, 0.4, align="edge", label="prefill")
-    for bars in axes.containers:
+        series.append(axes.bar(lengths, prefill, 0.4, align="edge", label="prefill"))
+    for bars in series:
         axes.bar_label(bars, fmt=lambda speedup: format_speedup(speedup or None), fontsize="small")
-    axes.set(xlabel="tokens", ylabel="times as fast as dense")
+    axes.set(xlabel="tokens", ylabel="times as fast as dense", xlim=(-0.6, len(lengths) - 0.4))
     _finish_panel(axes, 1.0)
 
 
@@ -293,7 +294,7 @@ def _draw_place_loss(axes: Axes, report: Report) -> None:
         by_eighth = zip(*(layer.eighths for layer in row.layers if layer.eighths), strict=True)
         axes.plot([max(errors) for errors in by_eighth], marker="o", ms=3, label=row.label)
     axes.set(xlabel="eighth of the prompt", ylabel="error over its limit, of the worst layer")
-    axes.set_xticks(range(EIGHTHS), range(1, EIGHTHS + 1))
+    axes.set_xticks(range(EIGHTHS), [str(eighth) for eighth in range(1, EIGHTHS + 1)])
     _finish_panel(axes, EIGHTH_OVER_LIMIT)
 
 

@@ -36,7 +36,7 @@ def flash_attn_forward(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if not torch.compiler.is_compiling():
         # each time, because transformers registers SDPA's masks again with every model that it loads
-        AttentionMaskInterface.register(module.config._attn_implementation, s2o_mask)  # type: ignore[union-attr, arg-type]
+        AttentionMaskInterface.register(module.config._attn_implementation, s2o_mask)  # type: ignore[union-attr]
         if attention_mask is None and causal and query.shape[2] > 1:  # SDPA's way to say that the cache was empty
             attention_mask = prefill_mask(query.shape[0], 0, query.device)
             setattr(attention_mask, CALL, PrefillCall(0, None, lambda: None))

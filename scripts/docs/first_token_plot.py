@@ -18,7 +18,7 @@ from scripts.docs.raw import RESULTS, result_file
 
 PICTURE = RESULTS / "first-token.svg"
 INK = "#808080"  # text and lines that read on white and on dark pages
-STYLE = {
+STYLE: dict[Any, Any] = {  # of matplotlib
     "svg.hashsalt": "s2o",
     "font.size": 12,  # readable at a width of 400 pixels
     "axes.grid": True,
