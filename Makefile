@@ -14,6 +14,7 @@
 # python3, or PYTHONS="python3.10 python3.14". make coverage: which lines the tests run. make mutants: which mistakes they notice.
 # make sglang: SGLang's engine on a CPU with S2O as its backend, in an environment of its own under build/sglang.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
+# make hub-kernel: S2O as a kernel of the Hub for transformers, in build/hub-kernel (docs/hub-kernel.md); REPO=ORG/s2o names it.
 # make interfaces: what S2O relies on in the sources of these two versions, recorded anew.
 
 VENV := .venv
@@ -57,7 +58,9 @@ SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.1
 	setproctitle soundfile tiktoken transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 SHIPPED_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all pytest weight aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures wheel coverage mutants vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
+REPO := ORG/s2o
+
+.PHONY: docs hub-kernel tables demo check test test-all pytest weight aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures wheel coverage mutants vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
 
 # as many threads as cores are idle: threads that wait for one another where others use the cores take several times as long
 demo: export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, round((os.cpu_count() or 1) - os.getloadavg()[0])))")
@@ -111,7 +114,7 @@ transformers-quick:
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
 		-n auto --maxprocesses 4 --dist worksteal $(TRANSFORMERS_OPTIONS) tests/huggingface/test_hf.py tests/huggingface/test_architectures.py tests/huggingface/test_continuous_batching.py \
-		tests/huggingface/test_environment.py tests/profile/test_identity.py $(LOADING_TESTS)
+		tests/huggingface/test_environment.py tests/huggingface/test_hub_kernel.py tests/profile/test_identity.py $(LOADING_TESTS)
 
 architectures: $(READY) $(CACHES)
 	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures
@@ -240,6 +243,9 @@ $(QUANTISED)/.installed: Makefile | $(READY)
 # the tables that say what was measured, those of options and of a record's fields, and the picture of README
 tables: $(READY)
 	$(RUN) -m scripts.docs.tables
+
+hub-kernel: $(READY)
+	$(RUN) -m scripts.docs.hub_kernel --repo $(REPO)
 
 # the site, with warnings as errors, in an environment that has nothing but what builds it: no torch
 docs: build/docs/.installed

@@ -41,7 +41,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "what to calibrate", "what error is allowed, and how it is proven", "what to choose from, and for how long",
     "output", "many GPUs",
 )  # fmt: skip
-REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
+REPORT = ("report.json", "summary.png", "density.png", "frontier.png", "report.md", "report.html")
 # settings of shipped profiles, which decide nothing here
 REMOVED = ("linear_tails", "representatives", "grains", "scope", "per_prompt", "scores")
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")

@@ -60,6 +60,10 @@ _HOMES = {
     "huggingface.explanation": ("Explanation", "explain"),
     "huggingface.hf": ("patch", "patched", "register", "unpatch"),
     "attention.warmup": ("warmup",),
+    "huggingface.hub": (
+        "flash_attn_forward",
+        "supports_flash_attn",
+    ),  # what transformers looks for in a kernel of the Hub
     "monitor.drift": ("DriftCheck",),
     "profile": ("Profile", "load_profile", "save_profile"),
 }

@@ -103,6 +103,13 @@ class LengthReport:
         return divide(self.dense_prefill_seconds, self.prefill_seconds)
 
     @property
+    def attention_speedup(self) -> float | None:
+        """Dense seconds of all layers' attention over the patched model's; as predicted where nothing was timed."""
+        if self.attention_seconds is not None:
+            return divide(self.dense_attention_seconds, self.attention_seconds)
+        return divide(1.0, self.cost)
+
+    @property
     def has_heads(self) -> bool:
         """True if single heads are known; at a length that was only checked they are not."""
         return all(layer.heads for layer in self.layers)

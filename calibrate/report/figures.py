@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 from io import BytesIO
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from calibrate.curves.curves import TAUS
 from calibrate.machine import MARK
+from calibrate.proof.layers import EIGHTHS
+from calibrate.proof.verify import EIGHTH_OVER_LIMIT
 from calibrate.report.contents import HeadReport, Report
-from calibrate.report.sections import format_tau
+from calibrate.report.sections import format_speedup, format_tau
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import get_first_line
 from s2o_runtime.profile import Profile
@@ -222,25 +223,94 @@ def _draw_taus(figure: Figure, profile: Profile) -> None:
 CELL = 0.14  # inches of a cell of the heat map where there are many
 DARK = 0.88  # the share of the colours that thin lines use: the last ones are too light for them
 CAPTIONS = {
+    "summary": "What is gained, and what is lost on the prompts that layers were adjusted on: in each "
+    "layer, and in each eighth of the prompts by the layer that errs most there. Dashed lines are what is allowed.",
     "density": "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads.",
     "frontier": "Error against density of every layer: curves are predicted for other budgets, circles are what was "
     "chosen, on the prompts that layers were adjusted on.",
-    "time": "The time of each layer's attention in front of dense attention's; predicted where there was no GPU.",
 }
 LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors, as of a dense layer, lie on its edge
 
 
 def draw_pngs(report: Report) -> dict[str, bytes]:
-    """Return PNG files by the names "density", "frontier" and "time"."""
-    draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
+    """Return PNG files by the names "summary", "density" and "frontier"."""
+    draws = {"summary": draw_summary, "density": draw_density, "frontier": draw_frontier}
     title = f"{report.model} on {report.device}"
     return {name: render_png(partial(draw, report=report), title) for name, draw in draws.items()}
 
 
 def draw_svgs(report: Report) -> dict[str, str]:
-    """Return SVG elements by the names "frontier" and "time"; for "density" a page of HTML has maps of its own."""
-    draws, title = {"frontier": draw_frontier, "time": draw_time}, f"{report.model} on {report.device}"
-    return {name: render_svg(partial(draw, report=report), title, name, CAPTIONS[name]) for name, draw in draws.items()}
+    """Return elements of HTML by the names "frontier" and "summary", whose panels stand side by side where they can.
+
+    For "density" a page of HTML has maps of its own.
+    """
+    title = f"{report.model} on {report.device}"
+    frontier = render_svg(partial(draw_frontier, report=report), title, "frontier", CAPTIONS["frontier"])
+    panels = [
+        render_svg(partial(draw_summary, report=report, names=[name]), "", f"summary{number}", name)
+        for number, name in enumerate(SUMMARY)
+    ]
+    return {"frontier": frontier, "summary": f'<div class="panels">{"".join(panels)}</div>'}
+
+
+def draw_summary(figure: Figure, report: Report, names: Sequence[str] = ()) -> None:
+    """Draw what is gained at each length, and what is lost in each layer and at each place in the prompts.
+
+    names: the panels of `SUMMARY`; all of them if none is named.
+    """
+    names = names or list(SUMMARY)
+    figure.set_size_inches(4.2 * len(names), 3.4)
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
+        axes.set_title(name, fontsize="medium")
+        SUMMARY[name](axes, report)
+
+
+def _draw_gain(axes: Axes, report: Report) -> None:
+    """Draw how many times as fast as dense attention is at each length, and a prefill where it was timed."""
+    lengths = [str(row.length) for row in report.lengths]
+    timed = None not in [row.attention_seconds for row in report.lengths]
+    attention = [row.attention_speedup or 0.0 for row in report.lengths]
+    name = "attention" if timed else "attention, predicted"
+    series = [axes.bar(lengths, attention, -0.4, align="edge" if timed else "center", label=name)]
+    if timed:
+        prefill = [row.prefill_speedup or 0.0 for row in report.lengths]
+        series.append(axes.bar(lengths, prefill, 0.4, align="edge", label="prefill"))
+    for bars in series:
+        axes.bar_label(bars, fmt=lambda speedup: format_speedup(speedup or None), fontsize="small")
+    axes.set(xlabel="tokens", ylabel="times as fast as dense", xlim=(-0.6, len(lengths) - 0.4))
+    _finish_panel(axes, 1.0)
+
+
+def _draw_layer_loss(axes: Axes, report: Report) -> None:
+    for row in report.lengths:
+        axes.plot([layer.error_over_limit for layer in row.layers], marker="o", ms=3, label=row.label)
+    axes.set(xlabel="layer", ylabel="error over its limit")
+    _set_whole_ticks(axes.xaxis, report.layer_numbers)
+    _finish_panel(axes, 1.0)
+
+
+def _draw_place_loss(axes: Axes, report: Report) -> None:
+    for row in report.lengths:
+        by_eighth = zip(*(layer.eighths for layer in row.layers if layer.eighths), strict=True)
+        axes.plot([max(errors) for errors in by_eighth], marker="o", ms=3, label=row.label)
+    axes.set(xlabel="eighth of the prompt", ylabel="error over its limit, of the worst layer")
+    axes.set_xticks(range(EIGHTHS), [str(eighth) for eighth in range(1, EIGHTHS + 1)])
+    _finish_panel(axes, EIGHTH_OVER_LIMIT)
+
+
+def _finish_panel(axes: Axes, bound: float) -> None:
+    """Add a line at the bound, and a legend with room above what is drawn."""
+    axes.axhline(bound, color="black", lw=1, ls="--")
+    axes.margins(y=0.35)
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left", ncols=2, frameon=False, fontsize="small")
+
+
+SUMMARY: dict[str, Callable[[Axes, Report], None]] = {  # what people look for first
+    "what is gained, by length": _draw_gain,
+    "what is lost, by layer": _draw_layer_loss,
+    "what is lost, by place in the prompt": _draw_place_loss,
+}
 
 
 def draw_density(figure: Figure, report: Report) -> None:
@@ -293,26 +363,3 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     bar = figure.colorbar(layer_colours, ax=all_axes, label="layer", **BAR)
     bar.ax.set_ylim(0, max(1, last))
     _set_whole_ticks(bar.ax.yaxis, report.layer_numbers)
-
-
-def draw_time(figure: Figure, report: Report) -> None:
-    """Draw bars of each layer's attention before those of dense attention; predicted shares where nothing was timed."""
-    wide = min(max(0.2 * len(report.lengths[0].layers), 5.0), 12.0)
-    lengths = [length for length in report.lengths if length.attention_seconds is not None or length.has_heads]
-    all_axes = add_panels(figure, [length.label for length in lengths], (wide, 1.7), x="layer", y="", columns=1)
-    for axes, length in zip(all_axes, lengths, strict=True):
-        layers = length.layers
-        if length.attention_seconds is not None:  # so it is known of every layer
-            dense = [1e3 * (layer.dense_seconds or 0.0) for layer in layers]
-            sparse = [1e3 * (layer.seconds or 0.0) for layer in layers]
-            axes.set_ylabel("attention [ms]")
-        else:
-            dense = [1.0] * len(layers)
-            sparse = [fmean(head.cost for head in layer.heads) for layer in layers]
-            axes.set_ylabel("attention time,\npredicted, over dense")
-        axes.bar(range(len(layers)), dense, width=0.85, color="lightgrey", label="dense")
-        axes.bar(range(len(layers)), sparse, width=0.5, color="C0", label="S2O")
-        axes.set_xlim(-0.7, len(layers) - 0.3)
-        _set_whole_ticks(axes.xaxis, report.layer_numbers)
-    first = all_axes[0]
-    figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

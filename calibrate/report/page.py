@@ -217,8 +217,8 @@ def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
     """Write the report beside a profile, or where one would be, with names made of the profile's.
 
     Returns:
-        The files `<stem>.report.json`, the report as it is; `<stem>.density.png`, `<stem>.frontier.png` and
-        `<stem>.time.png`; `<stem>.report.md`, the page that shows them; `<stem>.report.html`, the same with all
+        The files `<stem>.report.json`, the report as it is; `<stem>.summary.png`, `<stem>.density.png` and
+        `<stem>.frontier.png`; `<stem>.report.md`, the page that shows them; `<stem>.report.html`, the same with all
         pictures inside, which is written last. And why there are no pictures, empty if there are.
     """
     profile_path.parent.mkdir(parents=True, exist_ok=True)

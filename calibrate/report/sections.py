@@ -404,7 +404,7 @@ def _compute_speedups(report: Report) -> tuple[dict[int, float | None], str]:
     sentence."""
     if all(length.attention_seconds is not None for length in report.lengths):
         return {row.length: row.prefill_speedup for row in report.lengths}, "prefill speedup {} tokens"
-    return {row.length: divide(1.0, row.cost) for row in report.lengths}, "attention speedup {} tokens (predicted)"
+    return {row.length: row.attention_speedup for row in report.lengths}, "attention speedup {} tokens (predicted)"
 
 
 def make_layer_table(report: Report, length: LengthReport, *, brief: bool = False) -> Table:
@@ -463,10 +463,9 @@ def make_overview_table(report: Report) -> Table:
     """Return one row a length; the error is the largest of any layer."""
 
     def attention_speedup(length: LengthReport) -> str:
-        if length.attention_seconds is not None:
-            return format_speedup(divide(length.dense_attention_seconds, length.attention_seconds))
-        predicted = divide(1.0, length.cost)
-        return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
+        if length.attention_seconds is not None or length.attention_speedup is None:
+            return format_speedup(length.attention_speedup)
+        return Number(f"{length.attention_speedup:.2f}x predicted", length.attention_speedup)
 
     errors: Columns = {
         f"largest\n{report.budget.unit}": lambda length: format_number(max(row.error for row in length.layers), ".2e")

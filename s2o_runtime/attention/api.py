@@ -220,7 +220,7 @@ def run_node(
     q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, sinks: Tensor | None, config: str, backend: Backend,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Run the node of a compiled graph; the arguments are those of `torch.ops.s2o.attention`."""
+    """Run the node of a compiled graph; the arguments are those of `torch.ops.s2o_runtime.attention`."""
     options: Options = {"scale": scale, "softcap": softcap, "sinks": sinks, "kv_start": kv_start, "backend": backend}
     return s2o_attention(q, k, v, torch_op.read_config(config), **options)
 

@@ -23,7 +23,9 @@ _OPS = {
     "layer_attention": "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? sinks, str layer, "
     "float scale, float? softcap) -> Tensor",
 }
-_library = torch.library.Library("s2o", "DEF")  # type: ignore[no-untyped-call]
+# the package's own, because a process may hold it under two names: as installed, and as a kernel of the Hub
+NAMESPACE = __name__.partition(".")[0]
+_library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 def call_node(op: Op, *arguments: object) -> Tensor:
@@ -32,7 +34,7 @@ def call_node(op: Op, *arguments: object) -> Tensor:
     The output is laid out [B, Lq, Hq, Dv]. `scale` is filled in; `config` is as `LayerConfig.as_text` writes it; `mask`
     is what `huggingface.hf.prefill_mask` makes; `layer` is the key of the layer's state.
     """
-    out: Tensor = getattr(torch.ops.s2o, op)(*arguments)
+    out: Tensor = getattr(getattr(torch.ops, NAMESPACE), op)(*arguments)
     return out
 
 
@@ -56,7 +58,7 @@ def _make_empty_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 for _op, _schema in _OPS.items():
     _library.define(_op + _schema)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"s2o::{_op}", _make_empty_output, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{_op}", _make_empty_output, lib=_library)
 
 
 @lru_cache(maxsize=1024)

@@ -61,8 +61,10 @@ Available = tuple[Profile | None, tuple[FoundProfile, ...] | None]
 _read: list[Available] = []  # what `read_available` returns; torch.compile can look at a list
 
 
-def read_available() -> Available:
+def read_available(search: bool = False) -> Available:
     """Return what the models of this process may get, read once.
+
+    search: look for profiles where S2O_PROFILE names none, as in a program that s2o-run started.
 
     Raises:
         ProfileError: the named profile cannot be read, was made on random weights, or names no budget for the drift
@@ -81,7 +83,7 @@ def read_available() -> Available:
                 raise ProfileError(f"{VARIABLE}: {error}") from error
             _read.append((profile, None))
         else:
-            _read.append((None, tuple(find_profiles()) if STARTED in os.environ else None))
+            _read.append((None, tuple(find_profiles()) if search or STARTED in os.environ else None))
     return _read[0]
 
 

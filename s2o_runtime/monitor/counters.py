@@ -33,6 +33,7 @@ REMEDIES: dict[DenseReason | None, str] = {  # what to do about a dense call
     DenseReason.LOSS: _READ,
     DenseReason.HIDDEN_STATES: _READ,
 }
+PACKAGE = __name__.partition(".")[0] + "."  # which has another name as a kernel of the Hub
 OTHERWISE = "s2o_runtime.explain(model) lists the calls of every layer"
 
 log = logging.getLogger("s2o_runtime")
@@ -97,7 +98,7 @@ class DenseWatch:
         from transformers import AttentionInterface
 
         name: str = module.config._attn_implementation  # type: ignore[assignment, union-attr]
-        if getattr(AttentionInterface().get(name), "__module__", "").startswith("s2o_runtime."):
+        if getattr(AttentionInterface().get(name), "__module__", "").startswith(PACKAGE):
             return
         hidden = arguments[0] if arguments else named["hidden_states"]  # [B, L, E]
         longest = named.get("max_length_k", named.get("max_seqlen_k"))  # of a batch of continuous batching, by type

@@ -25,7 +25,7 @@ from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.first_token import FirstTokenFile, compare_turns
 from scripts.bench.schema import AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.fields import between, codes, make_table, options, record
-from scripts.docs.methods_plot import PICTURE, draw_speed, svg
+from scripts.docs.first_token_plot import PICTURE, make_picture
 from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, raw, result_file, three
 
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_atomically(ROOT / page, written.encode())
                 print(f"wrote {page}")
         if not check:
-            write_atomically(PICTURE, svg(lambda figure: draw_speed(benches(*REAL)[0], figure)))
+            write_atomically(PICTURE, make_picture())
     except S2OError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD_INPUT

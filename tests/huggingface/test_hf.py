@@ -211,7 +211,7 @@ def test_a_graph_of_another_process_runs_a_layer_of_the_same_profile_or_none(eag
     mask, profile = hf.prefill_mask(1, 0), make_profile(eager, 2.0)
 
     def run(key):
-        return torch.ops.s2o.layer_attention(q, k, v, mask, None, key, 0.125, None)
+        return torch.ops.s2o_runtime.layer_attention(q, k, v, mask, None, key, 0.125, None)
 
     next_process()
     model = patch(twin(eager), profile, drift=None)

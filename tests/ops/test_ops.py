@@ -55,7 +55,7 @@ def test_the_fake_implementation_of_a_call_is_the_real_one():
     q, k, v = inputs()
     for values, sinks, softcap in ((v, None, None), (v[..., :24], torch.ones(q.shape[1]), 2.0)):
         arguments = (q, k, values, None, sinks, CONFIG.as_text(), "auto", 0.125, softcap)
-        torch.library.opcheck(torch.ops.s2o.attention.default, arguments)
+        torch.library.opcheck(torch.ops.s2o_runtime.attention.default, arguments)
 
 
 def test_the_fake_implementation_of_a_layer_is_the_real_one():
@@ -65,13 +65,13 @@ def test_the_fake_implementation_of_a_layer_is_the_real_one():
     mask = prefill_mask(2, 0)
     q, k, v = inputs()
     arguments = (q, k, v, mask, None, state.key, 0.125, None)
-    torch.library.opcheck(torch.ops.s2o.layer_attention.default, arguments)
-    out = torch.ops.s2o.layer_attention(*arguments)
+    torch.library.opcheck(torch.ops.s2o_runtime.layer_attention.default, arguments)
+    out = torch.ops.s2o_runtime.layer_attention(*arguments)
     torch.testing.assert_close(out.transpose(1, 2), s2o_attention_forward(module, q, k, v, mask, 0.125)[0])
     with pytest.raises(InputError, match=r"the attention mask is torch.int64 \(2, 1, 1, 4\): give a boolean one"):
-        torch.ops.s2o.layer_attention(q, k, v, torch.zeros_like(mask), *arguments[4:])
+        torch.ops.s2o_runtime.layer_attention(q, k, v, torch.zeros_like(mask), *arguments[4:])
     with pytest.raises(ModelError, match="the model of this compiled graph is gone"):
-        torch.ops.s2o.layer_attention(q, k, v, mask, None, "0" * 32, 0.125, None)
+        torch.ops.s2o_runtime.layer_attention(q, k, v, mask, None, "0" * 32, 0.125, None)
 
 
 @pytest.mark.parametrize("config", [CONFIG, replace(MIXED, lookback=256)], ids=["uniform", "mixed"])

@@ -16,6 +16,8 @@ from rich.console import Console
 from calibrate.machine import MARK
 from calibrate.record import Certificate, RecordNode
 from calibrate.report import contents, figures, page, sections
+from support.browser import PROGRAM, look_at
+from support.pages import ROOT
 from support.profiles import CERTIFICATE
 
 BUDGET = 1e-3
@@ -267,7 +269,7 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(tmp_path):
 
 def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files):
     card = files["rel-mse-0.001.report.md"].read_text()
-    plots = [f"rel-mse-0.001.{name}.png" for name in ("density", "frontier", "time")]
+    plots = [f"rel-mse-0.001.{name}.png" for name in ("summary", "density", "frontier")]
     pages = [f"rel-mse-0.001.report.{suffix}" for suffix in ("json", "md", "html")]
     assert sorted(files) == sorted([*plots, *pages])
     assert re.findall(r"!\[\w+\]\((.*)\)", card) == plots
@@ -323,6 +325,28 @@ def test_the_frontier_shows_curves_chosen_points_and_the_budget(summary):
         assert all(low < error < high for _, error in points)
 
 
+def test_the_page_opens_with_what_is_gained_and_lost(summary, files):
+    for name, table in (("md", "| length |"), ("html", "<table")):
+        page = files[f"rel-mse-0.001.report.{name}"].read_text()
+        assert page.index("Adjusted and checked on") < page.index("What is gained, and") < page.index(table)
+    gain, layers, places = drawn(figures.draw_summary, summary)
+    attention = [row["dense_attention_seconds"] / row["attention_seconds"] for row in summary["lengths"]]
+    assert [bar.get_height() for bar in gain.patches] == pytest.approx([*attention, 2.0, 2.0, 2.0])
+    *lines, limit = [list(line.get_ydata()) for line in layers.lines]
+    assert lines == [[layer["error_over_limit"] for layer in row["layers"]] for row in summary["lengths"]]
+    *of_places, allowed = [list(line.get_ydata()) for line in places.lines]
+    worst = [np.max([layer["eighths"] for layer in row["layers"]], axis=0).tolist() for row in summary["lengths"]]
+    assert (of_places, limit, allowed) == (worst, [1.0, 1.0], [1.5, 1.5])
+
+
+def test_without_a_gpu_the_gain_is_predicted():
+    on_cpu = made(on_gpu=False, lengths=(512, 1024, 2048), checked=(512,))
+    assert re.search(r" 512 checked \S+ \S+ \S+ - 2\.00x .* 1024 \S+ \S+ \S+ 2\.50x predicted 2\.00x", words(on_cpu))
+    gain = drawn(figures.draw_summary, on_cpu)[0]
+    assert gain.get_legend_handles_labels()[1] == ["attention, predicted"]
+    assert [text.get_text() for text in gain.texts] == ["-", "2.50x", "2.50x"]
+
+
 def test_layers_have_their_own_numbers_and_different_colours():
     """In a model whose layers 5, 11 and 17 alone have full attention."""
     summary = made(layers=3, lengths=(8192,), checked=())
@@ -333,26 +357,9 @@ def test_layers_have_their_own_numbers_and_different_colours():
     mappable = bar._colorbar.mappable
     assert circles == [mappable.to_rgba(place) for place in range(3)]
     assert len(set(circles)) == 3
-    density, time = drawn(figures.draw_density, summary)[0], drawn(figures.draw_time, summary)[0]
-    for axis in (bar.yaxis, density.yaxis, time.xaxis):
+    density, layers = drawn(figures.draw_density, summary)[0], drawn(figures.draw_summary, summary)[1]
+    for axis in (bar.yaxis, density.yaxis, layers.xaxis):
         assert axis.get_major_formatter().format_ticks([-1, 0, 1, 2, 3]) == ["", "5", "11", "17", ""]
-
-
-def test_bars_are_times_and_on_a_cpu_predicted_costs(summary):
-    axes = drawn(figures.draw_time, summary)[0]
-    layers = summary["lengths"][0]["layers"]
-    heights = [bar.get_height() for bar in axes.patches]
-    assert heights == [1e3 * layer[name] for name in ("dense_seconds", "seconds") for layer in layers]
-    assert axes.get_ylabel() == "attention [ms]"
-
-    on_cpu = made(on_gpu=False, lengths=(512, 1024, 2048), checked=(512,))
-    assert re.search(r" 512 checked \S+ \S+ \S+ - 2\.00x .* 1024 \S+ \S+ \S+ 2\.50x predicted 2\.00x", words(on_cpu))
-    panels = drawn(figures.draw_time, on_cpu)
-    assert [axes.get_title() for axes in panels] == ["1024 tokens", "2048 tokens"]
-    assert "predicted" in panels[0].get_ylabel()
-    costs = [[head["cost"] for head in layer["heads"]] for layer in on_cpu["lengths"][1]["layers"]]
-    expected = [1.0] * 6 + [sum(row) / len(row) for row in costs]
-    assert [bar.get_height() for bar in panels[0].patches] == pytest.approx(expected)
 
 
 def test_a_failed_run_on_a_cpu_has_a_whole_report(tmp_path):
@@ -390,7 +397,7 @@ def test_every_file_is_written_atomically(tmp_path, monkeypatch):
     assert sorted(taken) == sorted(written)
     *_, card, html = taken
     assert (card.name, html.name) == ("a b.report.md", "a b.report.html")  # the card comes after what it refers to
-    assert "(a%20b.time.png)" in taken[card].decode()
+    assert "(a%20b.frontier.png)" in taken[card].decode()
 
 
 class Structure(HTMLParser):
@@ -434,7 +441,7 @@ def assert_page_is_whole(page):
 def test_the_html_page_is_whole_and_says_what_the_report_does(files):
     page = files["rel-mse-0.001.report.html"].read_text()
     cells = assert_page_is_whole(page)
-    assert page.count("<svg") == 2  # densities of heads are maps here
+    assert page.count("<svg") == 4  # three of the summary; densities of heads are maps here
     assert "measured &lt;latency&gt;" in page
     assert "hardware|NVIDIA H200 (sm_90, 132 SMs)" in cells
     for layer in layers_of(made()):
@@ -457,3 +464,40 @@ def test_whatever_may_be_none_or_foreign_may_be(random, share, foreign, tmp_path
     assert_page_is_whole(html)
     assert markdown.startswith("# S2O profile of \\<b\\>\\|\\`")
     assert not re.search(r"<b>|</p>|\n# ", markdown)
+
+
+SITE = ROOT / "build" / "site" / "index.html"
+BROKEN = """<!DOCTYPE html><meta name="viewport" content="width=device-width"><img src="missing.png" width=9 height=9>
+<div style="overflow: hidden; width: 99px"><table><tr><td style="min-width: 200px">cut</table></div>
+<div style="overflow: auto; width: 99px"><table><tr><td style="min-width: 200px">scrolls</table></div>
+<p style="width: 3000px">wide</p><script>missing()</script>"""
+
+
+NO_BROWSER = "there is no browser: install the system's package of chromium"
+
+
+@pytest.mark.slow(reason="starts a browser")
+@pytest.mark.skipif(PROGRAM is None, reason=NO_BROWSER)
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("page", ["report", "site"])
+def test_a_browser_shows_pages_whole_at_the_width_of_a_phone_and_of_a_desk(page, width, tmp_path):
+    file, pictures = SITE, 0
+    if page == "report":
+        summary = made(layers=28, heads=32) | {"certificate": CERTIFICATE, "data": "a/long/folder" * 20}
+        summary["command"] = f"s2o-calibrate --prompts {'x' * 200}"
+        file, pictures = write(summary, tmp_path / "p.safetensors")[-1], 4
+    elif not SITE.is_file():
+        pytest.skip("the site is not built: run make docs")
+    tables, drawn, faults = look_at(file, width, tmp_path)
+    assert (faults, drawn) == ([], pictures)
+    assert tables > 0
+
+
+@pytest.mark.slow(reason="starts a browser")
+@pytest.mark.skipif(PROGRAM is None, reason=NO_BROWSER)
+def test_a_browser_tells_what_is_cut_wide_missing_or_fails(tmp_path):
+    (tmp_path / "page.html").write_text(BROKEN)
+    faults = "\n".join(look_at(tmp_path / "page.html", 390, tmp_path)[2])
+    for part in ("pixels wider than the window", "cut</td>", "wide</p>", "missing.png", "missing is not defined"):
+        assert part in faults, part
+    assert "scrolls</td>" not in faults

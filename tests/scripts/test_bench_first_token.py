@@ -18,6 +18,7 @@ from s2o_runtime.vllm import engine
 from scripts.bench import agent_trace
 from scripts.bench import first_token as bench
 from scripts.bench.schema import Spread, read
+from scripts.docs import first_token_plot, raw
 from support.pages import DEMO_PROFILE
 
 DENSITY = 0.25
@@ -245,3 +246,27 @@ def test_short_prompts_are_timed_more_often(tmp_path, engines, monkeypatch):
     monkeypatch.setattr(bench, "LONG", 100)
     run(tmp_path)
     assert [len(prompt) for prompt in engines[0].prompts].count(48) == 2 + 2 * 5
+
+
+def test_the_picture_never_mixes_settings_and_takes_the_one_with_most_lengths_or_the_newest(tmp_path, monkeypatch):
+    measured = raw.raw("first-token-qwen2.5-coder-1.5b-kl-h200.json")
+    stock, s2o = measured["rows"][:2]
+    for module in (raw, first_token_plot):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    for number, (budget, lengths, setting, drawn) in enumerate([
+        ("rel-mse-0.001", (8192, 32768), "H200, rel_mse 0.001", [8192, 32768]),
+        ("kl-0.002", (32768,), "H200, rel_mse 0.001", [8192, 32768]),
+        ("kl-0.002", (131072,), "H200, kl 0.002", [32768, 131072]),
+    ]):  # fmt: skip
+        kinds = [{"length": length, "chunk": 8192, "hit": 0.0} for length in lengths]
+        file = measured | {
+            "date": f"2026-12-0{number + 1}",
+            "rows": [row | {"kind": of} for of in kinds for row in (stock, s2o)],
+        }
+        file["settings"] |= {"profile": f"{budget}.safetensors"}
+        (tmp_path / f"first-token-{9 - number}.json").write_text(json.dumps(file))
+        found, points = first_token_plot.find_points("Qwen2.5-Coder-1.5B", "cold")
+        assert (found, list(points)) == (setting, drawn)
+    ratio, low, high = bench.compare_turns(stock["turns"], s2o["turns"])
+    assert points[32768].describe_gain() == f"{ratio:.2f}x\n({low:.2f}-{high:.2f})"
+    assert first_token_plot.find_points("Qwen2.5-Coder-1.5B", "turn") == ("", {})
