@@ -1,7 +1,7 @@
 """Questions about a prompt, each a turn of its own behind it: the rows that a user reads.
 
-A question quotes some words of an eighth of the prompt and asks for what follows them, so its answer needs the keys and
-values that the prompt's layers have left there.
+A question quotes some words of the prompt and asks for what follows them, so its answer needs the keys and values that
+the prompt's layers have left there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 
 from calibrate.prompts.retrieval import encode
 
-EIGHTHS = 8  # parts of a prompt, each of which has a question
+EIGHTHS = 8  # parts of a prompt, each of which has so many questions
+# what one sparse prefill does differs more from question to question than from prompt to prompt: of a prompt's mean of
+# eight questions 0.9 of the variance was theirs (docs/results/answer-variance.txt), and a question costs less
+PER_EIGHTH = 2
 QUOTED, ANSWERED = 24, 32  # tokens of a quote, and of the answer that follows it
 ASK = "\n\nRepeat the text above from these words on:\n"
 
@@ -30,12 +33,12 @@ class Question:
 
 
 def ask_about(tokenizer: Any, ids: Sequence[int]) -> list[Question]:
-    """Return a question about each eighth of a prompt, or of as many equal parts as it has room for, in their order.
+    """Return `PER_EIGHTH` questions about each eighth of a prompt, or one about each part that has room, in order.
 
     The same token ids give the same questions.
     """
     rng, ask = random.Random(repr(list(ids))), encode(tokenizer, ASK)
-    parts = max(1, min(EIGHTHS, len(ids) // (2 * (QUOTED + ANSWERED))))
+    parts = max(1, min(EIGHTHS * PER_EIGHTH, len(ids) // (2 * (QUOTED + ANSWERED))))
     questions = []
     for part in range(parts):
         first, end = part * len(ids) // parts, (part + 1) * len(ids) // parts - QUOTED - ANSWERED

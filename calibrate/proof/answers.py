@@ -36,7 +36,7 @@ from calibrate.model.layers import (
 from calibrate.model.logits import Logits, compare_log_probs, put_logits_on_device
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.questions import Question, ask_about
+from calibrate.prompts.questions import EIGHTHS, Question, ask_about
 from calibrate.proof.layers import (
     KEPT_WITHIN,
     ConfigSource,
@@ -55,7 +55,7 @@ from s2o_runtime.reference.dense import use_sdpa_backend
 
 NOISE = "noise"  # the variant that is dense attention by another kernel
 CACHE_BYTES = 16 << 30  # that copies of a prompt's cache may have, for turns that run at once
-KEPT_PROMPTS = 32  # whose dense answers a worker keeps: 0.3 GB each with 150000 words
+KEPT_BYTES = 16 << 30  # of dense answers that a worker keeps: 0.6 GB a prompt with 150000 words
 MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each of its tokens
 Patch = Callable[[], AbstractContextManager[None]]  # inside the block a prefill is another variant's
 
@@ -86,8 +86,9 @@ class PromptAnswers:
 
 
 def find_worst_eighth(prompts: Sequence[PromptAnswers]) -> float:
-    """Return the largest mean KL of the questions about one part of prompts of one length."""
-    return max(map(statistics.fmean, zip(*(prompt.first for prompt in prompts), strict=True)))
+    """Return the largest mean KL of the questions about one eighth of prompts of one length."""
+    kls = torch.tensor([prompt.first for prompt in prompts], dtype=torch.float64)
+    return max(part.mean().item() for part in kls.tensor_split(min(EIGHTHS, kls.shape[1]), 1))
 
 
 def measure_answers(
@@ -237,7 +238,7 @@ def keep_dense_answers(worker: WorkerState, prompt: Prompt) -> DenseAnswers:
         finally:
             hook.remove()
     known[name] = dense  # the last one now
-    if len(known) > KEPT_PROMPTS:
+    while len(known) > 1 and sum(kept.log_probs.nbytes for kept in known.values()) > KEPT_BYTES:
         del known[next(iter(known))]
     return dense
 

@@ -1,5 +1,6 @@
 """Answers behind a finished prefill: the questions, and how a patched prefill moves the answers."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -9,7 +10,7 @@ import torch
 from calibrate.model.models import from_memory, load
 from calibrate.model.weights import get_model_class
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.questions import ANSWERED, EIGHTHS, QUOTED, ask_about
+from calibrate.prompts.questions import ANSWERED, EIGHTHS, PER_EIGHTH, QUOTED, ask_about
 from calibrate.proof import answers, layers
 from calibrate.proof.answers import answer_densely, find_worst_eighth, measure_answers
 from calibrate.proof.verify import Prover
@@ -31,16 +32,18 @@ def prompt():
     return Prompt(torch.randint(3, 98, (LENGTH,), generator=torch.Generator().manual_seed(0)))
 
 
-def test_every_eighth_is_asked_about_in_words_of_the_prompt(prompt):
-    ids, tokenizer = prompt.ids.tolist(), tiny_tokenizer()
+def test_every_eighth_is_asked_about_in_words_of_the_prompt():
+    tokenizer, length = tiny_tokenizer(), 2048
+    ids = torch.randint(3, 98, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     questions = ask_about(tokenizer, ids)
     assert questions == ask_about(tokenizer, ids)  # nothing but the tokens decides
-    for eighth, question in enumerate(questions):
+    for number, question in enumerate(questions):
         quote = question.ids[-QUOTED:] + question.answer
-        starts = [at for at in range(LENGTH) if ids[at : at + len(quote)] == quote]
+        starts = [at for at in range(length) if ids[at : at + len(quote)] == quote]
         assert len(question.answer) == ANSWERED
-        assert [start * EIGHTHS // LENGTH for start in starts] == [eighth]
-    assert (len(questions), len(ask_about(tokenizer, ids[:250]))) == (EIGHTHS, 2)  # a short prompt has room for fewer
+        assert [start * EIGHTHS // length for start in starts] == [number // PER_EIGHTH]
+    assert len(questions) == EIGHTHS * PER_EIGHTH
+    assert len(ask_about(tokenizer, ids[:250])) == 2  # a short prompt has room for fewer
 
 
 @torch.no_grad()
@@ -98,7 +101,8 @@ def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
     assert max(map(abs, (*exact.first, *exact.second))) < 1e-6
     assert last == exact
     assert 1e-6 < first.kl < more.kl
-    assert find_worst_eighth([more, more]) == max(more.first)
+    halves = [replace(more, first=tuple(sorted(kls * EIGHTHS, reverse=True))) for kls in ((1.0, 2.0), (3.0, 4.0))]
+    assert find_worst_eighth(halves) == 3.0
 
 
 def test_in_chunks_prompts_are_read_as_a_server_feeds_them(loaded, prompt, monkeypatch):
