@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):  # fmt: skip
         out.add_argument(f"--{flag}", type=kind, default=default, metavar="N", help="default %(default)s")
     out.set_defaults(lengths=(16384, 131072))
-    args = out.parse_args(argv)
-    return common.run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or fewer --sessions")
+    return common.run_command(out, argv, measure, "shorter --lengths or fewer --sessions")
 
 
 def measure(args: argparse.Namespace) -> None:

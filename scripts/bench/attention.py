@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from calibrate.tables import Table, open_console, print_table
 from calibrate.timing import sample_times
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
@@ -31,11 +32,9 @@ from scripts.bench.calls import Job, bisect, device_tile, kernel_parts, with_tau
 from scripts.bench.inputs import Inputs, random_qkv, rel_mse
 from scripts.bench.schema import AttentionEntry, AttentionFile, AttentionRow, DenseTime, RankTime, Spread, write
 
-NAME = "scripts.bench.attention"
-
 
 def parser() -> common.Parser:
-    out, add = common.bench_parser(NAME, __doc__)
+    out, add = common.bench_parser("scripts.bench.attention", __doc__)
     add("--lengths", "8192,32768,131072", type=common.int_list("8192,32768"), metavar="N,N")
     add("--densities", "0.02,0.05,0.1,0.2,0.5", type=common.float_list("0.05,0.2"), metavar="X,X")
     add("--batch", 1, type=int, metavar="N")
@@ -67,8 +66,7 @@ def parse_tile(text: str) -> TileConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return common.run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or fewer --heads")
+    return common.run_command(parser(), argv, measure, "shorter --lengths or fewer --heads")
 
 
 @torch.no_grad()
@@ -168,7 +166,7 @@ def print_entry(entry: AttentionEntry) -> None:
     title = f"{entry.length} tokens, tile {entry.tile_name}: {dense.backend} {_ms(dense.seconds)} ms, "
     title += f"rel_mse {dense.rel_mse:.1e}"
     if entry.rank:
-        title += f"\nranking {_ms(entry.rank.seconds)} ms, {entry.rank.share_of_dense:.1%} of dense"
+        title += f", ranking {_ms(entry.rank.seconds)} ms, {entry.rank.share_of_dense:.1%} of dense"
     names = "target", "density", "tau", "ms (p25-p75)", "vs dense", "rate", "without ranking", "rate", "rel_mse"
     lines = []
     for row in entry.rows:
@@ -178,7 +176,7 @@ def print_entry(entry: AttentionEntry) -> None:
             str(row.target), f"{row.density:.3f}", f"{min(taus):.2g} .. {max(taus):.2g}", _ms(row.seconds),
             f"{dense.seconds.median / row.seconds.median:.2f}x", f"{row.rate:.2f}", *alone, f"{row.rel_mse:.1e}",
         ))  # fmt: skip
-    common.print_table(title, names, lines)
+    print_table(Table(names, lines, title, "lr"), open_console())
 
 
 def _ms(seconds: Spread) -> str:

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from calibrate.tables import Table, open_console, print_table
 from calibrate.timing import measure_medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.profile import load_profile
 from s2o_runtime.reference.dense import dense_attention
-from scripts.bench.common import Parser, add_machine, bench_parser, check_device, int_list, print_table, run_command
+from scripts.bench.common import Parser, add_machine, bench_parser, check_device, int_list, run_command
 from scripts.bench.inputs import QKV, model_qkv
 from scripts.bench.methods import FLUSHES
 
-NAME = "scripts.bench.breakdown"
 PARTS = {  # the kernels' names, as they begin
     "rank": ("_means", "_scores", "_order"),
     "far": ("_tail",),
@@ -43,25 +42,8 @@ CALLS = 3  # that the profiler sees
 HOST_CALLS = 20
 
 
-@dataclass(frozen=True)
-class Row:
-    """One layer's times in milliseconds; density: of all causal pairs; window: of `even`, the part inside segments."""
-
-    dense: float
-    total: float
-    rank: float
-    far: float
-    pairs: float
-    other: float
-    gaps: float
-    even: float
-    window: float
-    host: float
-    density: float
-
-
 def parser() -> Parser:
-    out, add = bench_parser(NAME, __doc__)
+    out, add = bench_parser("scripts.bench.breakdown", __doc__)
     add("--lengths", "8192,32768", type=int_list("8192,32768"), metavar="N,N")
     add("--data", "demo", "the model of the profile")
     out.add_argument("--profile", type=Path, required=True)
@@ -72,8 +54,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return run_command(NAME, args.out, lambda: measure(args), "shorter --lengths")
+    return run_command(parser(), argv, measure, "shorter --lengths")
 
 
 @torch.no_grad()
@@ -81,24 +62,24 @@ def measure(args: argparse.Namespace) -> None:
     """Measure every layer at every length; print the tables, and write the numbers to --out."""
     check_device(args)
     device, kept = torch.device(args.device), load_profile(args.profile)
-    names = [field.name for field in fields(Row)]
-    lines = ["\t".join(("length", "layer", *names))]
+    lines = []
     for length in args.lengths:
         rows = [
             layer_row(qkv, partial(s2o_attention, *qkv, kept.layer_config(layer, length)), args.rounds)
             for layer, qkv in enumerate(model_qkv(args.data, length, 1, args.seed, device))
         ]
-        sums = Row(**{name: sum(getattr(row, name) for row in rows) for name in names})
-        sums = replace(sums, density=sums.density / len(rows))
+        sums = {name: sum(row[name] for row in rows) for name in rows[0]}
+        sums["density"] /= len(rows)
         labelled = [*((str(layer), row) for layer, row in enumerate(rows)), ("all", sums)]
-        cells = [(label, *(f"{getattr(row, name):.3f}" for name in names)) for label, row in labelled]
-        print_table(f"{length} tokens, milliseconds", ("layer", *names), cells)
+        cells = [(label, *(f"{value:.3f}" for value in row.values())) for label, row in labelled]
+        names = ("layer", *sums)
+        print_table(Table(names, cells, f"{length} tokens, milliseconds"), open_console())
         lines += ["\t".join((str(length), *row)) for row in cells]
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        args.out.write_text("\n".join(["\t".join(("length", *names)), *lines]) + "\n", encoding="utf-8")
 
 
-def layer_row(qkv: QKV, call: Callable[..., Any], rounds: int) -> Row:
-    """One layer.
+def layer_row(qkv: QKV, call: Callable[..., Any], rounds: int) -> dict[str, float]:
+    """One layer's times in milliseconds, and the density of all causal pairs.
 
     Args:
         qkv: q [1, Hq, L, D], k and v [1, Hkv, L, D].
@@ -117,16 +98,16 @@ def layer_row(qkv: QKV, call: Callable[..., Any], rounds: int) -> Row:
     inside = sum(n * (n + 1) / 2 for n in [segment] * (length // segment) + [length % segment]) / pairs
     even = density * seconds["dense"]
     times = {name: parts.get(name, 0.0) for name in (*PARTS, "other")}
-    return Row(
-        dense=seconds["dense"] * 1e3,
-        total=seconds["total"] * 1e3,
-        **{name: value * 1e3 for name, value in times.items()},
-        gaps=(seconds["total"] - sum(times.values())) * 1e3 if parts else 0.0,
-        even=even * 1e3,
-        window=min(inside * seconds["dense"], even) * 1e3,
-        host=host * 1e3,
-        density=density,
-    )
+    row = {
+        "dense": seconds["dense"],
+        "total": seconds["total"],
+        **times,
+        "gaps": seconds["total"] - sum(times.values()) if parts else 0.0,
+        "even": even,
+        "window": min(inside * seconds["dense"], even),
+        "host": host,
+    }
+    return {name: value * 1e3 for name, value in row.items()} | {"density": density}
 
 
 def kernel_seconds(call: Callable[[], Any], device: torch.device) -> dict[str, float]:

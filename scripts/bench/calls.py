@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from calibrate.evaluation.plan import CPU_TILE
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.tiles import get_default_tile
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from s2o_runtime.kernels.groups import Ranking
 
 LOG2_TAU = (-30.0, 19.9)  # where tau is searched, up to MAX_TAU: the most peaked heads need the low end
-CPU_TILE = TileConfig(64, 64, 4)
 
 Job = Callable[[], Any]
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 
 from calibrate.versions import format_now
 from s2o_runtime.command_line import BAD_INPUT, OK, Parser
@@ -104,28 +103,28 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def spread(seconds: list[float]) -> Spread:
     """The quartiles of some times."""
-    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    return Spread(*torch.tensor(seconds).double().quantile(quartiles).tolist())
+    return Spread(*quantiles(seconds, 0.25, 0.5, 0.75))
 
 
-def print_table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a title and a table whose first column is words."""
-    table = Table(*(Column(name, justify="right" if at else "left", no_wrap=True) for at, name in enumerate(names)))
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 180).print(title, table, sep="\n", highlight=False, soft_wrap=True)
+def quantiles(seconds: list[float], *shares: float) -> list[float]:
+    """The times that these shares are below; 0 where there are none."""
+    return [float(value) for value in np.quantile(seconds or [0.0], shares)]
 
 
-def run_command(name: str, out: Path, work: Callable[[], None], smaller: str) -> int:
-    """Do `work`, which writes `out`; print that, or one sentence that begins with `name`, and return the exit code.
+def run_command(
+    parser: Parser, argv: Sequence[str] | None, measure: Callable[[argparse.Namespace], None], smaller: str
+) -> int:
+    """Measure what the options say, which writes --out; print that, or one sentence, and return the exit code.
 
     smaller: what to use where the GPU's memory runs out.
     """
+    args = parser.parse_args(argv)
+    out: Path = args.out
     try:
         if out.is_dir():
             raise ConfigError(f"--out {out} is a folder: give a file name")
         out.parent.mkdir(parents=True, exist_ok=True)
-        work()
+        measure(args)
     except S2OError as error:
         problem = str(error)
     except ModuleNotFoundError as error:
@@ -137,5 +136,5 @@ def run_command(name: str, out: Path, work: Callable[[], None], smaller: str) ->
     else:
         print(f"wrote {out}")
         return OK
-    print(f"{name}: {problem}", file=sys.stderr)
+    print(f"{parser.prog}: {problem}", file=sys.stderr)
     return BAD_INPUT

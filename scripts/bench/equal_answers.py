@@ -33,14 +33,13 @@ from scripts.bench import common
 from scripts.bench.baselines.settings import BASELINES, parse
 from scripts.bench.methods import LADDERS
 
-NAME = "scripts.bench.equal_answers"
 # of the two tasks together 640
 QUESTIONS = f"--tasks {','.join(RETRIEVAL)} --num-prompts 10 --num-needles 32 --out-dir build/eval"
 CLOSE, SEED = 0.001, 1234  # of a number's logarithm, where the search ends; of the prompts
 
 
 def parser() -> common.Parser:
-    out, add = common.bench_parser(NAME, __doc__)
+    out, add = common.bench_parser("scripts.bench.equal_answers", __doc__)
     add("--data", "demo", "the model", metavar="MODEL")
     out.add_argument("--profile", type=Path, required=True, help="of the model")
     add("--length", 32768, "tokens of a prompt", type=int, metavar="N")
@@ -51,8 +50,7 @@ def parser() -> common.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return common.run_command(NAME, args.out, lambda: measure(args), "a shorter --length or fewer --prompts")
+    return common.run_command(parser(), argv, measure, "a shorter --length or fewer --prompts")
 
 
 def measure(args: argparse.Namespace) -> None:

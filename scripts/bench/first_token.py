@@ -51,6 +51,7 @@ from scipy.stats import binom
 from calibrate.model.models import load_config, load_tokenizer, resolve
 from calibrate.prompts.documents import make_prompts_of_one_text, shuffle_held_out_sources, take_first_tokens
 from calibrate.recipe import DEFAULT_LAST_ROWS
+from calibrate.tables import Table, open_console, print_table
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError
@@ -154,8 +155,7 @@ def parser(name: str = NAME, doc: str | None = __doc__) -> common.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return common.run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or a smaller --model")
+    return common.run_command(parser(), argv, measure, "shorter --lengths or a smaller --model")
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -286,7 +286,8 @@ class Served:
 
     def prepare(self, chunk: int, cached: list[list[int]]) -> None:
         """Read prompts in such chunks from now on, with these prefixes and no others in the cache."""
-        set_chunk(self.llm, chunk)
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler  # the engine is in this process
+        scheduler.max_num_scheduled_tokens = chunk  # at most those that it is started for
         self.llm.reset_prefix_cache()
         for prefix in cached:
             self.read(prefix, reset=False)
@@ -322,7 +323,8 @@ class Served:
             times = self._arrive(prompts, arrivals, tokens)
         first = [of_request[0] - arrival for of_request, arrival in zip(times, arrivals, strict=True)]
         between = [after - before for of_request in times for before, after in pairwise(of_request)]
-        loop = OpenLoop(self.engine, len(prompts), rate, *p50_p99(first), *p50_p99(between))
+        waits = [*common.quantiles(first, 0.5, 0.99), *common.quantiles(between, 0.5, 0.99)]
+        loop = OpenLoop(self.engine, len(prompts), rate, *waits)
         print(f"{self.engine}: {loop}", flush=True)
         return loop
 
@@ -396,24 +398,12 @@ def first_tokens_of(
     return rows
 
 
-def set_chunk(llm: Any, chunk: int) -> None:
-    """Have the engine, which is in this process, read so many tokens in a step: at most those it is started for."""
-    llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = chunk
-
-
 def answer(llm: Any, prompts: Sequence[list[int]], tokens: int = 1) -> Any:
     """vLLM's outputs for some prompts, so many tokens each."""
     import vllm
 
     parameters = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False)
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
-
-
-def p50_p99(seconds: list[float]) -> list[float]:
-    """The median and the 99th percentile; 0 where there are none."""
-    quantiles = torch.tensor([0.5, 0.99], dtype=torch.float64)
-    values: list[float] = torch.tensor(seconds or [0.0]).double().quantile(quantiles).tolist()
-    return values
 
 
 def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -511,7 +501,8 @@ def report(file: FirstTokenFile) -> None:
         cells.append([*numbers, *medians, interval, verdict, noise, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
     times = ("stock, ms", "S2O, ms", "stock / S2O", "S2O is", "stock / again", "first stock, ms", "first S2O, ms")
-    common.print_table(title, ("tokens", "chunk", "cached", *times, "same token"), cells)
+    names = ("tokens", "chunk", "cached", *times, "same token")
+    print_table(Table(names, cells, title), open_console())
     for engine, right in file.needles.items():
         print(f"{engine}: {right} of {NEEDLES} needles")
     print(f"S2O: {file.summary}")

@@ -107,8 +107,7 @@ def parser() -> common.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return common.run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or a smaller --batch")
+    return common.run_command(parser(), argv, measure, "shorter --lengths or a smaller --batch")
 
 
 @torch.no_grad()

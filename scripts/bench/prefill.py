@@ -24,6 +24,7 @@ from calibrate.evaluation.run import Variant, collect_run_stats, repeat_config, 
 from calibrate.model.layers import capture_layers
 from calibrate.model.logits import time_prefill
 from calibrate.model.models import LoadedModel, load
+from calibrate.tables import Table, open_console, print_table
 from calibrate.timing import measure_medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -33,12 +34,11 @@ from scripts.bench.common import Parser, add_machine, bench_parser, float_list, 
 from scripts.bench.inputs import QKV
 from scripts.bench.schema import PrefillEntry, PrefillFile, PrefillRow, write
 
-NAME = "scripts.bench.prefill"
 DENSE_CUDNN = "dense, cuDNN"
 
 
 def parser() -> Parser:
-    out, add = bench_parser(NAME, __doc__)
+    out, add = bench_parser("scripts.bench.prefill", __doc__)
     add("--models", "llama-3.1-8b,qwen2.5-7b", "aliases of s2o-calibrate", type=lambda text: text.split(","))
     add("--lengths", "32768,131072", type=int_list("32768,131072"), metavar="N,N")
     add("--densities", "0.25,0.1", type=float_list("0.25,0.1"), metavar="X,X")
@@ -51,8 +51,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    return run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or smaller --models")
+    return run_command(parser(), argv, measure, "shorter --lengths or smaller --models")
 
 
 @torch.no_grad()
@@ -64,7 +63,7 @@ def measure(args: argparse.Namespace) -> None:
         loaded = load(name, args.device, random_weights=True, seed=args.seed, resident=True)
         for length in args.lengths:
             file.results.append(bench(loaded, name, length, args))
-            print_table(file.results[-1])
+            print_entry(file.results[-1])
             write(args.out, file)
         del loaded
 
@@ -112,16 +111,17 @@ def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig) -> tuple[float,
         return time_prefill(loaded.model, ids, use_cache=False), collect_run_stats(run)["density"]
 
 
-def print_table(entry: PrefillEntry) -> None:
+def print_entry(entry: PrefillEntry) -> None:
     dense = entry.rows[0].seconds.median
-    print(f"{entry.model}, random weights, {entry.length} tokens")
-    for row in entry.rows:
-        seconds = row.seconds.median
-        print(
-            f"  {row.name:26} {seconds:8.3f} s  {dense / seconds:5.2f}x  density {row.density:.3f}, "
-            f"attention {row.share:4.0%} of it",
-            flush=True,
-        )
+    columns: dict[str, Callable[[PrefillRow], str]] = {
+        "attention": lambda row: row.name,
+        "seconds": lambda row: f"{row.seconds.median:.3f}",
+        "against dense": lambda row: f"{dense / row.seconds.median:.2f}x",
+        "density": lambda row: f"{row.density:.3f}",
+        "attention's share": lambda row: f"{row.share:.0%}",
+    }
+    title = f"{entry.model}, random weights, {entry.length} tokens"
+    print_table(Table.from_rows(entry.rows, columns, title, align="lr"), open_console())
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def test_a_layer_taken_apart_counts_what_is_computed():
     config = LayerConfig.uniform(2, tau=1e6, segment=128, tile=TileConfig(64, 64, 1, 4, 1))
     row = breakdown.layer_row((q, k, v), partial(s2o_attention, q, k, v, config), 1)
     density = s2o_attention(q, k, v, config, return_stats=True).density.mean()
-    assert row.density == pytest.approx(float(density))
-    assert row.even == pytest.approx(row.density * row.dense)
+    assert row["density"] == pytest.approx(float(density))
+    assert row["even"] == pytest.approx(row["density"] * row["dense"])
     window = 4 * 128 * 129 / (512 * 513)  # of four segments
-    assert row.window == pytest.approx(window * row.dense)
-    assert min(row.total, row.host) > 0
+    assert row["window"] == pytest.approx(window * row["dense"])
+    assert min(row["total"], row["host"]) > 0
