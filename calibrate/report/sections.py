@@ -13,7 +13,7 @@ from typing import Any
 from calibrate.model.preflight import Preflight
 from calibrate.progress import format_duration
 from calibrate.proof.layers import EIGHTHS, PLACES
-from calibrate.proof.recheck import CertificateCheck, ProofCheck
+from calibrate.proof.recheck import CertificateCheck, LengthCheck, ProofCheck
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record, read_record
 from calibrate.report.contents import LengthReport, Report, divide, summarise_profile
@@ -116,6 +116,11 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
     )
 
 
+def _format_needles(length: CertifiedLength | LengthCheck) -> str:
+    retrieval = length.retrieval
+    return "-" if retrieval is None else format_kept(retrieval.kept or 0, retrieval.found or 0)
+
+
 def round_down(share: float) -> str:
     """Format a lower bound in percent; no rounding makes it larger."""
     return f"{math.floor(1000 * share + 1e-9) / 10:.3g}%"
@@ -127,10 +132,6 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
     lengths = _get_lengths(certificate)
     if not lengths:
         return []
-
-    def kept(length: CertifiedLength) -> str:
-        retrieval = length.retrieval
-        return "-" if retrieval is None else format_kept(retrieval.kept or 0, retrieval.found or 0)
 
     def of_answers(name: str, form: str) -> Callable[[CertifiedLength], str]:
         return lambda length: show(name, form)(length.answers)
@@ -147,7 +148,7 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
             "two\nkernels": of_answers("noise", ".1e"),
             "above\nten times": of_answers("above", "d"),
             "spent": of_answers("spent", ".0%"),
-            "kept": kept,
+            "kept": _format_needles,
         }
         return [Table.from_rows(lengths, measured, "certified answers, nats per token"), _make_domain_table(lengths)]
 
@@ -163,7 +164,7 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
         "mean /\nlimit": lambda length: over_limit(length, lambda layer: layer.mean),
         "bound /\nlimit": lambda length: over_limit(length, lambda layer: layer.bound),
         "mean KL": show("mean_kl", ".1e"),
-        "kept": kept,
+        "kept": _format_needles,
     }
 
     def by_ceiling(length: CertifiedLength) -> str:
@@ -343,15 +344,15 @@ def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
         "mean / limit": show("means", ".0%"),
         "broken": show("broken", "d"),
         "above": show("above", "d"),
+        "chance": show("chance", ".1%"),
         "mean KL": show("mean_kl", ".1e"),
-        "kept": lambda length: (
-            "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}"
-        ),
+        "kept": _format_needles,
     }
     yield Table.from_rows(check.lengths, columns, "the certificate on fresh prompts")
     yield (
         "mean / limit: of the layer that is nearest to its limit; broken: layers whose mean is over it by more than "
-        "chance explains, at 5% for all together; above: groups of text above ten times a budget of answers"
+        "chance explains, at 5% for all together; above: groups of text above ten times a budget of answers; "
+        "chance: of so many or more"
     )
 
 

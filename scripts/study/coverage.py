@@ -30,7 +30,8 @@ from calibrate.proof.certify_answers import CAP, SKEW
 from calibrate.recipe import Budget, Recipe
 
 Draw = Callable[[Generator, tuple[int, ...]], NDArray[np.float64]]
-LAYERS, LENGTHS = 8, (8192, 16384, 32768)
+LAYERS = 8
+LENGTHS = (8192, 16384, 32768)
 RECIPE = Recipe("made-up", Budget("rel_mse", 1.0), LENGTHS, Path("p"), check_lengths=())
 KINDS = np.array([0.2, 0.8, 1.0, 2.0])  # means of the kinds; their own is 1
 DESIGNS = (12, 4, LAYERS), (32, 4, LAYERS), (128, 4, LAYERS), (20, 10, 28)  # texts, kinds, layers; last the default
@@ -42,8 +43,10 @@ def lognormal(spread: float) -> Draw:
     """Losses whose logarithm has this deviation, mean 1."""
 
     def draw(rng: Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
-        common, own = rng.standard_normal((*shape[:-1], 1)), rng.standard_normal(shape)
-        return np.asarray(np.exp(spread * (ALIKE**0.5 * common + (1 - ALIKE) ** 0.5 * own) - spread**2 / 2))
+        common = rng.standard_normal((*shape[:-1], 1))
+        own = rng.standard_normal(shape)
+        logarithms = ALIKE**0.5 * common + (1 - ALIKE) ** 0.5 * own
+        return np.asarray(np.exp(spread * logarithms - spread**2 / 2))
 
     return draw
 
@@ -51,7 +54,8 @@ def lognormal(spread: float) -> Draw:
 def unequal(rng: Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Lognormal losses that vary much in the kind with the largest mean of four, and little in the others."""
     spreads = np.resize([0.1, 0.1, 0.1, 0.5], shape[-2])[:, None]
-    return np.asarray(np.exp(spreads * np.log(lognormal(1.0)(rng, shape)) + (spreads - spreads**2) / 2))
+    logarithms = np.log(lognormal(1.0)(rng, shape))
+    return np.asarray(np.exp(spreads * logarithms + (spreads - spreads**2) / 2))
 
 
 def outliers(share: float, times: float) -> Draw:
@@ -67,7 +71,8 @@ def outliers(share: float, times: float) -> Draw:
 
 def pareto(rng: Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Losses with an infinite variance, one for all cells, mean 1."""
-    return np.broadcast_to((1 + rng.pareto(2.0, (*shape[:-1], 1))) / 2, shape)
+    losses = (1 + rng.pareto(2.0, (*shape[:-1], 1))) / 2
+    return np.broadcast_to(losses, shape)
 
 
 SHAPES: Mapping[str, Draw] = {
@@ -82,10 +87,17 @@ SHAPES: Mapping[str, Draw] = {
 }
 
 
+def make_kinds(texts: int, kinds: int) -> tuple[list[str], NDArray[np.float64]]:
+    """Return the kind of each text, and the kinds' means, whose mean is 1."""
+    means = np.resize(KINDS, kinds)
+    return [*map(str, range(kinds))] * (texts // kinds), means / means.mean()
+
+
 def covered(draw: Draw, texts: int, rounds: int, kinds: int = 4, layers: int = LAYERS, seed: int = 0) -> float:
     """Return how often the means of all cells are within their bounds with so many texts of each length."""
-    rng, names, cells = np.random.default_rng(seed), [*map(str, range(kinds))] * (texts // kinds), layers * len(LENGTHS)
-    means_of_kinds = np.resize(KINDS, kinds) / np.resize(KINDS, kinds).mean()
+    rng = np.random.default_rng(seed)
+    cells = layers * len(LENGTHS)
+    names, means_of_kinds = make_kinds(texts, kinds)
     confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, layers)
     held = 0
     for _ in range(rounds):
@@ -97,29 +109,33 @@ def covered(draw: Draw, texts: int, rounds: int, kinds: int = 4, layers: int = L
 
 def cover_answers(draw: Draw, texts: int, rounds: int, kinds: int = 10, seed: int = 0) -> tuple[float, float]:
     """Return how often the bound of the answers' mean KL holds, with so many texts: at a length, and at all of them."""
-    rng, names = np.random.default_rng(seed), [*map(str, range(kinds))] * (texts // kinds)
-    means_of_kinds = np.resize(KINDS, kinds) / np.resize(KINDS, kinds).mean()
+    rng = np.random.default_rng(seed)
+    names, means_of_kinds = make_kinds(texts, kinds)
     confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, SKEW)
-    many, scale = draw(rng, (200_000 // kinds, kinds, 1))[..., 0] * means_of_kinds, 1.0
+    many = draw(rng, (200_000 // kinds, kinds, 1))[..., 0] * means_of_kinds
+    scale = 1.0
     for _ in range(20):  # until the mean of what is capped is the budget, 1
         scale /= float(np.minimum(scale * many, CAP).mean())
     held = np.empty((rounds, len(LENGTHS)), bool)
     for at in np.ndindex(held.shape):
-        kls = np.minimum(scale * draw(rng, (texts // kinds, kinds, 1))[..., 0] * means_of_kinds, CAP)
+        few = draw(rng, (texts // kinds, kinds, 1))[..., 0] * means_of_kinds
+        kls = np.minimum(scale * few, CAP)
         held[at] = bound_mean(kls.ravel().tolist(), names, confidence) >= 1
     return float(held.mean()), float(held.all(1).mean())
 
 
 def grouped(rounds: int, seed: int = 0) -> tuple[float, float]:
     """Return how often means hold where eight prompts are of two novels a kind: counted by prompt, and by group."""
-    rng, kinds = np.random.default_rng(seed), [*"abcd"] * 8
+    rng = np.random.default_rng(seed)
+    kinds = [*"abcd"] * 8
     confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, LAYERS)
     by_prompt = by_group = 0
     for _ in range(rounds):
         groups = rng.lognormal(-0.08, 0.4, (2, 4))
         prompts = np.repeat(groups, 4, 0) * rng.lognormal(-0.005, 0.1, (8, 4)) * KINDS
         by_prompt += bound_mean(prompts.ravel().tolist(), kinds, confidence) >= 1
-        by_group += bound_mean(prompts.reshape(2, 4, 4).mean(1).ravel().tolist(), [*"abcd"] * 2, confidence) >= 1
+        means = prompts.reshape(2, 4, 4).mean(1)
+        by_group += bound_mean(means.ravel().tolist(), [*"abcd"] * 2, confidence) >= 1
     return by_prompt / rounds, by_group / rounds
 
 
