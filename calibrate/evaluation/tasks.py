@@ -95,8 +95,7 @@ def check_lengths(plan: EvaluationPlan, tokenizer: Any) -> None:
 
 def _hide_facts(case: Case, plan: EvaluationPlan, tokenizer: Any) -> Retrieval:
     rng = case.rng(plan, "facts")
-    facts, asked = FACTS[case.task](plan.needles, rng)
-    return Retrieval.from_needles(tokenizer, asked, rng, facts)
+    return Retrieval.from_needles(tokenizer, FACTS[case.task](plan.needles, rng), rng)
 
 
 def read_user_prompts(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:

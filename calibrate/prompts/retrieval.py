@@ -41,28 +41,19 @@ class Needle:
         return f"{self.code}.\n"
 
 
-Facts = tuple[list[str], list[Needle]]  # the lines to hide, in their order, and the needles to ask for
-
-
-def make_needle(key: str, code: str) -> Needle:
-    """Return the needle that states a code for a key."""
-    fact, question = f"The secret code for {key} is {code}.", f"What is the secret code for {key}?"
-    return Needle(f"\n# {fact}\n", f"\n# {question} The secret code for {key} is ", code)
-
-
 def make_needles(count: int, rng: random.Random) -> list[Needle]:
     """Draw `count` needles with distinct words and random codes. Raises ValueError if there are fewer words."""
     if count > len(WORDS):
         raise ValueError(f"{count} needles were asked for, but there are {len(WORDS)} distinct words")
-    return [make_needle(word, draw_code(rng)) for word in rng.sample(WORDS, count)]
+    needles = []
+    for word in rng.sample(WORDS, count):
+        code = "".join(rng.choices("0123456789", k=DIGITS))
+        question = f"\n# What is the secret code for {word}? The secret code for {word} is "
+        needles.append(Needle(f"\n# The secret code for {word} is {code}.\n", question, code))
+    return needles
 
 
-def draw_code(rng: random.Random) -> str:
-    """Draw a code of `DIGITS` digits."""
-    return "".join(rng.choices("0123456789", k=DIGITS))
-
-
-def _write_people(count: int, rng: random.Random) -> Facts:
+def _write_people(count: int, rng: random.Random) -> list[Needle]:
     """Draw sentences about people; ask in other words, by turns for a city, a profession and a name."""
     words = LISTS_OF_WORDS
     names = list(product(words["first_names"], words["last_names"]))
@@ -77,17 +68,10 @@ def _write_people(count: int, rng: random.Random) -> Facts:
             (f"Who is the {job} in {city}? The {job} in {city} is", name),
         )[number % 3]
         asked.append(Needle(f"\n# {name} moved to {city} to work as a {job}.\n", f"\n# {question} ", answer))
-    return _with_facts_of(asked)
+    return asked
 
 
-def _with_facts_of(asked: list[Needle]) -> Facts:
-    return [needle.fact for needle in asked], asked
-
-
-FACTS: dict[str, Callable[[int, random.Random], Facts]] = {
-    "needles": lambda count, rng: _with_facts_of(make_needles(count, rng)),
-    "questions": _write_people,
-}
+FACTS: dict[str, Callable[[int, random.Random], list[Needle]]] = {"needles": make_needles, "questions": _write_people}
 
 
 @dataclass(frozen=True)
@@ -95,24 +79,20 @@ class Retrieval:
     """The token ids that a retrieval prompt has besides its text.
 
     facts: each fact, in the order of the text. questions: the end of the prompt, each followed by its answer. answers:
-    the codes' spans among the tokens of `questions`. asked: for each answer the number of its needle.
+    the codes' spans among the tokens of `questions`.
     """
 
     facts: list[list[int]]
     questions: list[int]
     answers: list[Span]
-    asked: list[int]
 
     @classmethod
-    def from_needles(
-        cls, tokenizer: Any, asked: Sequence[Needle], rng: random.Random, facts: Sequence[str] | None = None
-    ) -> Retrieval:
-        """Tokenize needles, their questions in random order, and the text's facts, by default the needles' own."""
-        order = rng.sample(range(len(asked)), len(asked))
+    def from_needles(cls, tokenizer: Any, asked: Sequence[Needle], rng: random.Random) -> Retrieval:
+        """Tokenize the facts of needles, and their questions in random order."""
         questions: list[int] = []
         answers: list[Span] = []
-        ordered = [asked[number] for number in order]
-        texts = [f"{needle.question}{needle.code}.\n" for needle in ordered]
+        ordered = rng.sample(asked, len(asked))
+        texts = [f"{needle.question}{needle.answer}" for needle in ordered]
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
         encoded: Any = tokenizer(texts, **options) if texts else None
         for row, needle in enumerate(ordered):
@@ -123,13 +103,12 @@ class Retrieval:
             code = [token for token, (first, behind) in spans if first < end and behind > begin]
             answers.append((code[0], code[-1] + 1))
             questions += encoded.input_ids[row]
-        lines = [needle.fact for needle in asked] if facts is None else facts
-        return cls(encode_all(tokenizer, lines), questions, answers, order)
+        return cls(encode_all(tokenizer, [needle.fact for needle in asked]), questions, answers)
 
     def cap_questions(self, most: int) -> Retrieval:
         """Return the first `most` tokens of the questions, with the answers that are whole within them."""
         answers = [span for span in self.answers if span[1] <= most]
-        return replace(self, questions=self.questions[:most], answers=answers, asked=self.asked[: len(answers)])
+        return replace(self, questions=self.questions[:most], answers=answers)
 
     def count_fewest_tokens(self, start: int) -> int:
         """Return the length of the shortest prompt in which no fact overwrites another; `start` tokens precede all."""

@@ -230,7 +230,8 @@ def test_a_seed_writes_the_same_text_for_ever(tmp_path):
     assert sorted(DOMAINS) == sorted([*FOUND, *GENERATED, *COMPOSED])
     writers = {**GENERATED, "chat": partial(COMPOSED["chat"], excerpt=lambda most: f"{most} lines\n" * 3)}
     texts = {name: [write_text(random.Random(seed)) for seed in range(3)] for name, write_text in writers.items()}
-    facts = {name: [write_facts(16, random.Random(seed)) for seed in range(3)] for name, write_facts in FACTS.items()}
+    needles = {name: [draw(16, random.Random(seed)) for seed in range(3)] for name, draw in FACTS.items()}
+    facts = {name: [([one.fact for one in some], some) for some in drawn] for name, drawn in needles.items()}
     path = write(tmp_path / "p.jsonl", [{"text": f"{n} " + FOX * n, "group": n % 9} for n in range(9, 40)])
     drawn = load_prompts(recipe(prompts=(path,)), letters_tokenizer(["<bos>"], []))
     files = {"files": [[prompt.sha256 for prompts in part.values() for prompt in prompts] for part in drawn.by_purpose]}
