@@ -105,19 +105,6 @@ def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
         raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
 
 
-def find_local_folder(model: object, revision: str | None = None) -> Path | None:
-    """Return the folder of a served model's weights, by its path or hub id; None if it is not on this machine."""
-    folder = Path(str(model))
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(model), revision=revision, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # not downloaded, or by another way
-        return None
-
-
 def has_known_names(config: Any, folder: Path) -> bool:
     """Return whether `hash_checkpoint` knows the names of such a model's parameters in transformers."""
     if getattr(config, "model_type", None) in RENAMED:
