@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from calibrate.api import log, make_plan, run
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
+from calibrate.evaluation.plan import FILES, RULER
+from calibrate.machine import check_output
 from calibrate.options import add_flags
-from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merge_options
+from calibrate.recipe import INPUT, OPTIONS, OUTPUT, Recipe, load_yaml, merge_options
 from s2o_runtime.command_line import (
     INTERRUPTED,
     NOT_PROVEN,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from calibrate.proof.state import Problem
 
 PROGRAM = "s2o-calibrate"
+RULER_LENGTH = 4096  # tokens; in fewer some of RULER's tasks find no room
 DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
 FIRST = ("--model", "--prompts", "--lengths", "--budget-mse", "--budget-rel-mse", "--out", "--gpus", "--dry-run")
 EXAMPLES = (
@@ -39,6 +42,8 @@ EXAMPLES = (
     ("calibrate on your own prompts", "--model my/model --prompts mine.jsonl,manuals/ --budget-rel-mse 1e-3"),
     ("rehearse a model's sizes without its weights", "--model llama-3.1-70b --random-weights --num-certify 0"),
     ("prove what a server runs that feeds prompts in chunks", "--model my/model --chunk 8192"),
+    ("write it where patch, vLLM and SGLang find it", "--model FOLDER --out-in-model"),
+    ("calibrate, certify, score RULER and make a folder to publish", "--model my/model --publish to-publish"),
 )
 
 
@@ -59,6 +64,13 @@ def build_parser() -> Parser:
         "--recipe", type=Path, metavar="FILE.yaml", help="options by the names of these flags, which override them"
     )
     output = groups[OUTPUT]
+    output.add_argument(
+        "--out-in-model", action="store_true", help="write into s2o/ of the model's own folder, where it is found"
+    )
+    output.add_argument(
+        "--publish", type=Path, metavar="FOLDER", help="score RULER too, and put profile, card and README into a folder"
+    )
+    output.add_argument("--name", metavar="ORG/MODEL", help="with --publish: the model's hub id (default --model)")
     output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")
     output.add_argument("--yaml", action="store_true", help="with --dry-run: print the plan as a file for --recipe")
     output.add_argument("--list-models", action="store_true", help="print the aliases of models and stop")
@@ -91,7 +103,11 @@ def _run(flags: Flags) -> int:
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merge_options(file, {name: value for name, value in flags.items() if name in OPTIONS})
     dry_run, progress = "dry_run" in flags, "quiet" not in flags
-    recipe, device, preflight, estimate, prompts = make_plan(options, dry_run=dry_run, progress=progress)
+    recipe, device, preflight, estimate, prompts = make_plan(
+        options, dry_run=dry_run, progress=progress, in_model="out_in_model" in flags
+    )
+    if "publish" in flags:
+        _check_publishable(recipe, flags)
     if "yaml" in flags:
         print(recipe.to_yaml(), end="")
         return OK
@@ -135,11 +151,44 @@ def _run(flags: Flags) -> int:
     if result.report_failure:
         log.warning("%s", result.report_failure)
     if result.written:
+        if "publish" in flags:
+            _publish(result.recipe, flags)
         return OK
     remedy = f"{give_advice(result.problems)}, or write it all the same with --allow-regression"
     return report_failure(
         PROGRAM, NOT_PROVEN, f"the proof failed, so no profile was written ({result.problems[0]}): {remedy}"
     )
+
+
+def _check_publishable(recipe: Recipe, flags: Flags) -> None:
+    """Raise ConfigError or InputError if a profile of the recipe cannot be scored on RULER or published."""
+    from calibrate.evaluation.ruler import load_generators
+    from calibrate.report.publish import README, find_hub_id
+
+    if recipe.random_weights or "json" in flags or not _list_ruler_lengths(recipe):
+        raise ConfigError(
+            f"--publish is of a trained model at a length of {RULER_LENGTH} or more, and prints tables: leave "
+            "--random-weights and --json out, and give such --lengths"
+        )
+    find_hub_id(flags.get("name", recipe.model))
+    check_output("--publish", flags["publish"] / README)
+    load_generators()
+
+
+def _list_ruler_lengths(recipe: Recipe) -> tuple[int, ...]:
+    return tuple(length for length in recipe.lengths if length >= RULER_LENGTH)
+
+
+def _publish(recipe: Recipe, flags: Flags) -> None:
+    """Score the profile of a recipe on RULER, beside it, and write the folder to publish."""
+    from calibrate.commands import evaluate, profile
+
+    scores = recipe.out.with_suffix(".ruler")
+    loading = {name: value for name, value in recipe.loading.items() if value}
+    compared = {"model": recipe.model, "profile": (recipe.out,), "device": recipe.device, **loading}
+    evaluate.run({**compared, "tasks": (RULER,), "lengths": _list_ruler_lengths(recipe), "out_dir": scores})
+    published = {"name": flags.get("name", recipe.model), "evaluation": scores / FILES[1], "out_dir": flags["publish"]}
+    profile.publish({"profile": recipe.out, **published})
 
 
 def give_advice(problems: Sequence[Problem]) -> str:

@@ -36,6 +36,10 @@ EXAMPLES = (
     ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
     ("draw every head's threshold", "plot p.safetensors"),
     ("describe a profile to others, in Markdown and HTML", "card p.safetensors"),
+    (
+        "make a folder to publish",
+        "publish p.safetensors --name my/model --evaluation summary.json --out-dir out",
+    ),
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
@@ -89,7 +93,13 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
     card = add_command("card", "A page about a profile, in Markdown and in HTML.")
     card.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
-    card.add_argument("--evaluation", type=Path, metavar="FILE", help="summary.json of s2o-eval, for RULER's line")
+    publish = add_command("publish", "A folder to publish: profile, card and README, in the layout of a model's s2o/.")
+    publish.add_argument("--out-dir", type=Path, metavar="FOLDER", required=True, help="it may hold others already")
+    publish.add_argument("--name", metavar="ORG/MODEL", help="the model's hub id (default as it was calibrated)")
+    for command in (card, publish):
+        command.add_argument(
+            "--evaluation", type=Path, metavar="FILE", help="summary.json of s2o-eval, for RULER's line"
+        )
     return out
 
 
@@ -266,6 +276,19 @@ def card(flags: Flags) -> int:
     return _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
 
 
+def publish(flags: Flags) -> int:
+    """Write a folder to publish: a profile under its model's hub id, its card and a README."""
+    from calibrate.report.publish import README, find_hub_id, publish
+    from s2o_runtime.profile import load_profile
+
+    profile, folder = flags["profile"], flags["out_dir"]
+    check_output("--out-dir", folder / README)
+    name = find_hub_id(flags.get("name") or load_profile(profile).model_name)
+    lines = _read_ruler(flags["evaluation"], profile) if "evaluation" in flags else []
+    paths = publish(profile, name, folder, lines)
+    return _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
+
+
 def _read_ruler(path: Path, profile: Path) -> list[str]:
     """Return what the summary of an evaluation says of a profile on RULER. Raises InputError if it says nothing."""
     from calibrate.evaluation.report import list_ruler
@@ -311,7 +334,7 @@ def _print_result(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int
     return OK
 
 
-COMMANDS = {command.__name__: command for command in (show, rebudget, retile, export, verify, plot, card)}
+COMMANDS = {command.__name__: command for command in (show, rebudget, retile, export, verify, plot, card, publish)}
 
 if __name__ == "__main__":
     sys.exit(main())

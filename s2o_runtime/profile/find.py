@@ -22,6 +22,7 @@ import torch
 
 from ..devices import identify, is_same_product
 from ..errors import ConfigError, ProfileError
+from ..files import IN_MODEL, PROFILES
 from ..identity import geometry
 from .file import load_profile
 from .profile import Profile
@@ -31,8 +32,6 @@ NAMED = "S2O_PROFILE"  # a profile's file, which is not searched for, or OFF
 OFF = "off"  # in place of a file: no profile, and none is searched for
 VARIABLE = "S2O_PROFILES"  # folders, separated as in PATH
 STARTED_IN = "S2O_STARTED_IN"  # the folder in which s2o-run was started, for the program that it became
-IN_MODEL = "s2o"  # a subfolder, because loaders read every .safetensors beside a model's weights
-WRITTEN = Path("profiles")  # where s2o-calibrate writes by default, in the folder that it runs in
 CATALOGUE = Path(__file__).parents[1] / "catalogue"
 KINDS: tuple[BudgetKind, ...] = ("kl", "rel_mse", "mse")  # of budgets, in the order in which profiles are taken
 
@@ -101,7 +100,7 @@ def list_folders(model_folder: Path | None = None) -> list[Path]:
     Raises:
         ConfigError: S2O_PROFILES names something that is no folder.
     """
-    others = [Path(os.environ.get(STARTED_IN, "")) / WRITTEN, CATALOGUE]
+    others = [Path(os.environ.get(STARTED_IN, "")) / PROFILES, CATALOGUE]
     if model_folder is not None:
         others.insert(0, model_folder / IN_MODEL)
     folders = [*list_named_folders(), *(folder for folder in others if folder.is_dir())]

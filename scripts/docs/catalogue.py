@@ -13,22 +13,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from calibrate.evaluation.report import list_ruler
-from calibrate.recipe import Budget, place_profile
 from calibrate.record import Record, read_record
 from calibrate.report.contents import summarise_profile
 from calibrate.report.page import render_card
+from calibrate.report.publish import file_profile
 from calibrate.report.sections import format_range, format_speedup
 from calibrate.tables import Markup, Table, escape_markdown, format_markdown
 from s2o_runtime.command_line import OK, get_exit_code, report_failure
-from s2o_runtime.errors import InputError, S2OError
+from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile
-from s2o_runtime.profile.file import serialize
 from scripts.docs.fields import between
 from scripts.docs.raw import RESULTS, raw
 
@@ -62,35 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except S2OError as error:
         return report_failure("scripts.docs.catalogue", get_exit_code(error), str(error))
     return OK
-
-
-def file_profile(profile_path: Path, catalogue: Path, name: str | None = None) -> Path:
-    """Copy a profile to where `s2o-calibrate` would write it below a catalogue.
-
-    Args:
-        profile_path: the file of a profile.
-        catalogue: a folder.
-        name: what its model is called in the copy, such as a hub id where it was calibrated from a folder; None for
-            the name that it has.
-
-    Raises:
-        ProfileError: the file is no profile.
-        InputError: the profile has no budget in its record.
-    """
-    profile, data = load_profile(profile_path), profile_path.read_bytes()
-    if name is not None:
-        profile = replace(profile, model_name=name)
-        data = serialize(profile.validate())
-    budget = read_record(profile).budget
-    if budget is None or budget.kind is None or budget.value is None:
-        raise InputError(
-            f"{profile_path} does not say what its budget is, which its file in a catalogue is named by: "
-            "calibrate it again"
-        )
-    copy = place_profile(profile.model_name, profile.device.name, Budget(budget.kind, budget.value), catalogue)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(copy, data)
-    return copy
 
 
 def overviews(catalogue: Path) -> dict[Path, str]:
