@@ -18,7 +18,7 @@ from s2o_runtime.files import IN_MODEL, write_atomically
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.file import serialize
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 README = "README.md"
 TEXT = """\
 ---
