@@ -44,9 +44,12 @@ RENAMED: dict[str, Renaming] = {
     "qwen3_moe": (),
     "qwen3_next": (),
     "deepseek_v3": (),
+    "glm4_moe": (),
     "llama4_text": (),
     "gpt_oss": (),
 }
+# A layer's number: those behind the last predict further tokens (MTP), and transformers does not load them
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # One expert's matrix, which transformers stores behind and above those of the layer's other experts
 _EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
 _MERGED = {
@@ -94,7 +97,12 @@ def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
         ProfileError: a file cannot be read.
     """
     try:
-        stored = {name: tensor for name, tensor in _list_tensors(folder).items() if not name.endswith(BUFFERS)}
+        layers = getattr(get_text_config(config), "num_hidden_layers", math.inf)
+        stored = {
+            name: tensor
+            for name, tensor in _list_tensors(folder).items()
+            if not name.endswith(BUFFERS) and not ((match := _LAYER.match(name)) and int(match[1]) >= layers)
+        }
         tied = bool(getattr(get_text_config(config), "tie_word_embeddings", False))
         if not stored:
             return ()

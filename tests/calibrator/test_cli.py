@@ -282,7 +282,7 @@ def test_what_ends_a_run_is_one_sentence(happens, code, said, command, monkeypat
 # of values that no option takes, test_options.py and test_recipe.py have the rest
 BAD_INPUT = [
     ("--model", "qwen2.5-7bb", "model 'qwen2.5-7bb' is not known: did you mean qwen2.5-7b"),
-    ("--model", "qwen3-8b", "model 'qwen3-8b' is not known: s2o-calibrate --list-models lists the aliases"),
+    ("--model", "phi-4", "model 'phi-4' is not known: s2o-calibrate --list-models lists the aliases"),
     ("--model", "./nope", "./nope does not exist: check the path"),
     ("--model", "bad.jsonl", "model bad.jsonl is a file that is no GGUF file: give a folder"),
     ("--model", "zzz", "A local folder or a hub id (org/name) works too"),
