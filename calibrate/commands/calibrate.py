@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from calibrate.proof.state import Problem
 
 PROGRAM = "s2o-calibrate"
-RULER_LENGTH = 4096  # tokens; in fewer some of RULER's tasks find no room
+RULER_LENGTH = 8192  # tokens; in 4096 the words of some tokenizers find no room
 DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
 FIRST = ("--model", "--prompts", "--lengths", "--budget-mse", "--budget-rel-mse", "--out", "--gpus", "--dry-run")
 EXAMPLES = (

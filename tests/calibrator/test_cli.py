@@ -138,7 +138,7 @@ def test_only_a_folder_of_ones_own_takes_a_profile(flags, message, command, tmp_
 
 def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkeypatch):
     """Each command takes what the one before it wrote; what cannot be published is refused before it is measured."""
-    flags, ran = [*GOOD[:-4], "--lengths", "512,4096", "--device", "cpu", "--out", "p.safetensors", "--quiet"], []
+    flags, ran = [*GOOD[:-4], "--lengths", "512,8192", "--device", "cpu", "--out", "p.safetensors", "--quiet"], []
     finished = SimpleNamespace(report=None, written=True, report_failure="", report_files=())
 
     def calibrate(recipe, **_):
@@ -152,13 +152,13 @@ def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkey
     outcome = command(*flags, "--publish", "out", "--name", "org/model")
     assert outcome.returncode == 0, outcome.stderr
     plan, published = ran
-    assert (plan.model, plan.tasks, plan.lengths) == ("demo", ("ruler",), (4096,))
+    assert (plan.model, plan.tasks, plan.lengths) == ("demo", ("ruler",), (8192,))
     assert plan.profiles == (published["profile"],) == (Path("p.safetensors"),)
     assert published["evaluation"] == plan.out / "summary.json"
     assert (published["name"], published["out_dir"]) == ("org/model", Path("out"))
     monkeypatch.setattr(commands, "run", None)
     for more, message in (
-        (["--lengths", "512", "--name", "org/model"], "--publish is of a trained model at a length of 4096 or more"),
+        (["--lengths", "512", "--name", "org/model"], "--publish is of a trained model at a length of 8192 or more"),
         (["--json", "--name", "org/model"], "and prints tables: leave --random-weights and --json out"),
         ([], "demo is not the hub id of a model, which its profile is published under: give --name ID"),
     ):

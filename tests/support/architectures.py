@@ -71,14 +71,8 @@ _DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _SHARED = _EXPERTS | {"shared_expert_intermediate_size": 32}
 _ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
 _ROUTED |= {"moe_intermediate_size": 32}
-_LATENT = _ROUTED | {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-}
-_LATENT |= {"num_key_value_heads": 4, "head_dim": ...}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+_LATENT |= _ROUTED | {"num_key_value_heads": 4, "head_dim": ...}
 _CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}
 _CHUNKS |= {"num_local_experts": 4, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0]}
 _PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
