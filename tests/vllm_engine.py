@@ -161,9 +161,9 @@ def adapt(profile: str, model: str, out: str, budget: str = "mse") -> str:
         for bucket in made.layers
     )
     record = {**made.record, "budget": {"kind": budget, "value": 1e-4}}
-    values = dump_json(select_config_values(AutoConfig.from_pretrained(model)))
-    fingerprint = f"{made.fingerprint.partition(CONFIG)[0]}{CONFIG}{values}"
-    save_profile(replace(made, layers=layers, record=record, fingerprint=fingerprint), Path(out))
+    config = CONFIG + dump_json(select_config_values(AutoConfig.from_pretrained(model)))
+    made = replace(made, layers=layers, record=record, fingerprint=made.fingerprint.partition(CONFIG)[0] + config)
+    save_profile(made, Path(out))
     return str(Path(out).resolve())
 
 

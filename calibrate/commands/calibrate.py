@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from calibrate.api import log, make_plan, run
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
-from calibrate.evaluation.plan import FILES, RULER
-from calibrate.machine import check_output
+from calibrate.evaluation.plan import RULER
 from calibrate.options import add_flags
 from calibrate.recipe import INPUT, OPTIONS, OUTPUT, Recipe, load_yaml, merge_options
 from s2o_runtime.command_line import (
@@ -163,20 +162,20 @@ def _run(flags: Flags) -> int:
 def _check_publishable(recipe: Recipe, flags: Flags) -> None:
     """Raise ConfigError or InputError if a profile of the recipe cannot be scored on RULER or published."""
     from calibrate.evaluation.ruler import load_generators
-    from calibrate.report.publish import README, find_hub_id
+    from calibrate.report.publish import check_publishable
 
     if recipe.random_weights or "json" in flags or not _list_ruler_lengths(recipe):
         raise ConfigError(
-            f"--publish is of a trained model at a length of {RULER_LENGTH} or more, and prints tables: leave "
-            "--random-weights and --json out, and give such --lengths"
+            "--publish scores a trained model on RULER above the shortest length and prints tables: leave "
+            f"--random-weights and --json out, and give --lengths of which others have {RULER_LENGTH} tokens or more"
         )
-    find_hub_id(flags.get("name", recipe.model))
-    check_output("--publish", flags["publish"] / README)
+    check_publishable(flags.get("name", recipe.model), flags["publish"])
     load_generators()
 
 
 def _list_ruler_lengths(recipe: Recipe) -> tuple[int, ...]:
-    return tuple(length for length in recipe.lengths if length >= RULER_LENGTH)
+    # RULER's prompts are up to a seventh shorter than asked for, and below the shortest length all is dense
+    return tuple(length for length in recipe.lengths[1:] if length >= RULER_LENGTH)
 
 
 def _publish(recipe: Recipe, flags: Flags) -> None:
@@ -184,11 +183,10 @@ def _publish(recipe: Recipe, flags: Flags) -> None:
     from calibrate.commands import evaluate, profile
 
     scores = recipe.out.with_suffix(".ruler")
-    loading = {name: value for name, value in recipe.loading.items() if value}
-    compared = {"model": recipe.model, "profile": (recipe.out,), "device": recipe.device, **loading}
-    evaluate.run({**compared, "tasks": (RULER,), "lengths": _list_ruler_lengths(recipe), "out_dir": scores})
-    published = {"name": flags.get("name", recipe.model), "evaluation": scores / FILES[1], "out_dir": flags["publish"]}
-    profile.publish({"profile": recipe.out, **published})
+    measured = {"model": recipe.model, "profile": (recipe.out,), "device": recipe.device, "out_dir": scores}
+    evaluate.run(measured | recipe.loading | {"tasks": (RULER,), "lengths": _list_ruler_lengths(recipe)})
+    published = {"profile": recipe.out, "evaluation": scores / "summary.json", "out_dir": flags["publish"]}
+    profile.publish(published | {"name": flags.get("name")})
 
 
 def give_advice(problems: Sequence[Problem]) -> str:

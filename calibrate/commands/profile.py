@@ -266,33 +266,34 @@ def card(flags: Flags) -> int:
     from s2o_runtime.profile import load_profile
 
     loaded = load_profile(profile)
-    lines = _read_ruler(flags["evaluation"], profile) if "evaluation" in flags else []
+    lines = _read_ruler(flags)
     page, failure = render_html_card(loaded, profile.name, lines)
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in zip(paths, (render_card(loaded, profile.name, tasks=lines), page), strict=True):
         write_atomically(path, text.encode())
     if failure:
         log.warning("%s", failure)
-    return _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
+    return _report_files(flags, paths)
 
 
 def publish(flags: Flags) -> int:
     """Write a folder to publish: a profile under its model's hub id, its card and a README."""
-    from calibrate.report.publish import README, find_hub_id, publish
-    from s2o_runtime.profile import load_profile
+    from calibrate.report.publish import publish
 
-    profile, folder = flags["profile"], flags["out_dir"]
-    check_output("--out-dir", folder / README)
-    name = find_hub_id(flags.get("name") or load_profile(profile).model_name)
-    lines = _read_ruler(flags["evaluation"], profile) if "evaluation" in flags else []
-    paths = publish(profile, name, folder, lines)
+    return _report_files(flags, publish(flags["profile"], flags.get("name"), flags["out_dir"], _read_ruler(flags)))
+
+
+def _report_files(flags: Flags, paths: Sequence[Path]) -> int:
     return _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
 
 
-def _read_ruler(path: Path, profile: Path) -> list[str]:
-    """Return what the summary of an evaluation says of a profile on RULER. Raises InputError if it says nothing."""
+def _read_ruler(flags: Flags) -> list[str]:
+    """Return what --evaluation, if it is given, says of a profile on RULER. Raises InputError if it says nothing."""
     from calibrate.evaluation.report import list_ruler
 
+    if "evaluation" not in flags:
+        return []
+    path, profile = flags["evaluation"], flags["profile"]
     try:
         lines = list_ruler(json.loads(path.read_text(encoding="utf-8")), profile)
     except (ValueError, TypeError, KeyError):  # not JSON, or another's

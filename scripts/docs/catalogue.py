@@ -66,13 +66,13 @@ def overviews(catalogue: Path) -> dict[Path, str]:
     """The texts that follow from the profiles in a catalogue: each profile's card, the index, and the README."""
     paths = sorted(catalogue.glob("*/*/*.safetensors"))
     entries = [_entry(catalogue, path) for path in paths]
-    profiles = {path: load_profile(path) for path in paths}
     evaluations = [raw(path.name) for path in sorted(RESULTS.glob("eval-*.json"))]
-    tasks = {path: [line for evaluation in evaluations for line in list_ruler(evaluation, path)] for path in paths}
-    cards = {
-        path.with_suffix(".md"): render_card(profile, path.name, ORIGINS.get(profile.model_name, ""), tasks[path])
-        for path, profile in profiles.items()
-    }
+    cards = {}
+    for path in paths:
+        profile = load_profile(path)
+        tasks = [line for evaluation in evaluations for line in list_ruler(evaluation, path)]
+        origin = ORIGINS.get(profile.model_name, "")
+        cards[path.with_suffix(".md")] = render_card(profile, path.name, origin, tasks)
     table = format_markdown(Table(NAMES, [_cells(entry) for entry in entries], align="l"))
     readme = (catalogue / README).read_text(encoding="utf-8")
     return cards | {
