@@ -175,7 +175,8 @@ def _check_publishable(recipe: Recipe, flags: Flags) -> None:
 
 def _list_ruler_lengths(recipe: Recipe) -> tuple[int, ...]:
     # RULER's prompts are up to a seventh shorter than asked for, and below the shortest length all is dense
-    return tuple(length for length in recipe.lengths[1:] if length >= RULER_LENGTH)
+    least = max(RULER_LENGTH, 1.25 * recipe.lengths[0])
+    return tuple(length for length in recipe.lengths if length >= least)
 
 
 def _publish(recipe: Recipe, flags: Flags) -> None:
@@ -183,8 +184,8 @@ def _publish(recipe: Recipe, flags: Flags) -> None:
     from calibrate.commands import evaluate, profile
 
     scores = recipe.out.with_suffix(".ruler")
-    measured = {"model": recipe.model, "profile": (recipe.out,), "device": recipe.device, "out_dir": scores}
-    evaluate.run(measured | recipe.loading | {"tasks": (RULER,), "lengths": _list_ruler_lengths(recipe)})
+    measured = {"model": recipe.model, "profile": [recipe.out], "device": recipe.device, "out_dir": scores}
+    evaluate.run(measured | recipe.loading | {"tasks": [RULER], "lengths": _list_ruler_lengths(recipe)})
     published = {"profile": recipe.out, "evaluation": scores / "summary.json", "out_dir": flags["publish"]}
     profile.publish(published | {"name": flags.get("name")})
 

@@ -120,9 +120,8 @@ def test_a_profile_in_the_models_folder_is_all_that_is_written_and_is_found(comm
 ])  # fmt: skip
 def test_only_a_folder_of_ones_own_takes_a_profile(model, message, command, tmp_path):
     (tmp_path / "models--org--model" / "snapshots" / "0").mkdir(parents=True)
-    assert message in refusal(command("--model", model, "--out-in-model", *GOOD[2:]), "s2o-calibrate")
-    both = command("--model", model, "--out-in-model", *GOOD[2:], "--out", "p")
-    assert "--out p and --out-in-model are both given: choose one" in refusal(both, "s2o-calibrate")
+    for more, said in (([], message), (["--out", "p"], "--out p and --out-in-model are both given: choose one")):
+        assert said in refusal(command("--model", model, "--out-in-model", *GOOD[2:], *more), "s2o-calibrate")
 
 
 def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkeypatch):
