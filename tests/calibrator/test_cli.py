@@ -155,8 +155,10 @@ def test_aliases_are_listed_as_in_the_page(command):
 
 def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, plan_of, tmp_path):
     """And the plan as a recipe file, with what depends on the machine, is the same plan."""
-    written = "model: demo\nbudget_mse: 1e-4\nlengths: [512, 1024]\ndevice: cpu\ntime_limit: 5m\ntails: [off]\n"
-    (tmp_path / "mine.yaml").write_text(f"{written}worst_rows: null\nrandom_weights: true\nseed: 7\n")
+    written = "model: demo\nbudget_mse: 1e-4\nlengths: [512, 1024]\nceiling_rel_mse: 1e-3\ndevice: cpu\n"
+    (tmp_path / "mine.yaml").write_text(
+        f"{written}time_limit: 5m\ntails: [off]\nworst_rows: null\nrandom_weights: true\nseed: 7\n"
+    )
     flags = ["--recipe", "mine.yaml", "--budget-rel-mse", "0.01", "--lengths", "1024", "--no-random-weights"]
     plan = plan_of(*flags, "--trials", 2, "--check-lengths", "none")
     expected = {

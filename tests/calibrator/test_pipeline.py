@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
-import torch
 
 from calibrate import pipeline
 from calibrate.journal import Journal
@@ -27,14 +26,13 @@ from calibrate.search.allocate import Allocation, Point, SearchConstraints
 from calibrate.search.choice import CalibrationDense, LayerBudget, LayerPlan, SearchPoint
 from calibrate.timing import Timing
 from calibrate.work.executor import open_local_executor
-from s2o_runtime import load_profile, patch, unpatch
+from s2o_runtime import load_profile
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError
-from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.identity import Geometry
-from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU
+from support.models import watch
 from support.tiny import QUICK, recipe
 
 
@@ -78,25 +76,10 @@ def assert_what_was_proven_is_written(recipe, result):
 
 def seen_from_outside(folder, recipe, profile):
     """(length, layer) -> (rel mse, density), of a freshly loaded model, patched and watched."""
-    loaded = load(str(folder), "cpu")
-    held_out = load_prompts(recipe, loaded.tokenizer).held_out
-    patch(loaded.model, profile, strict=True)
-    errors = {}
-
-    def observe(layer, q, k, v, scoring, out):
-        truth = exact_attention(q, k, v, **scoring.arguments())
-        errors[len(q[0, 0]), layer] = float((out - truth).square().mean() / truth.square().mean())
-
-    for state in get_layer_states(loaded.model):
-        state.observer = observe
-    seen = {}
-    for length, (prompt,) in held_out.items():
-        with torch.no_grad():
-            loaded.model(prompt.ids[None], use_cache=False)
-        for index, state in enumerate(get_layer_states(loaded.model)):
-            density = 1.0 if state.last is None else float(state.last.density.mean())
-            seen[length, index] = errors[length, index], density
-    unpatch(loaded.model)
+    loaded, seen = load(str(folder), "cpu"), {}
+    for length, (prompt,) in load_prompts(recipe, loaded.tokenizer).held_out.items():
+        for index, (truth, out, density) in enumerate(watch(loaded.model, profile, prompt.ids)[1]):
+            seen[length, index] = float((out - truth).square().mean() / truth.square().mean()), density
     return seen
 
 

@@ -17,11 +17,10 @@ from calibrate.recipe import (
     Recipe,
     check_limit,
     load_yaml,
-    merge_options,
 )
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.profile.record import BUDGET_KINDS
-from support.options import values_beyond, values_of
+from support.options import values_of
 
 BASE = {"model": "demo", "lengths": (1024, 2048), "out": Path("profiles/p.safetensors")}
 WITHOUT_WORKERS = {"journal": None, "storage": None} | {
@@ -88,14 +87,6 @@ def test_a_recipe_survives_yaml_and_its_record(options, folder):
     assert again.record() == record
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_an_option_out_of_range_is_named(data):
-    option = data.draw(st.sampled_from([option for option in OPTIONS.values() if values_beyond(option.rule)]))
-    with pytest.raises(ConfigError, match=f"^{option.name} is .*: expected "):
-        recipe(**{option.name: data.draw(st.one_of(values_beyond(option.rule)))})
-
-
 def test_yaml_as_people_write_it(tmp_path):
     text = "model: demo\nbudget_mse: 1e-4  # a text to YAML\nlengths: [2048, 1024, 2048]\ntails: [on, off]\n"
     text += "time_limit: 1.5h\nmargin: 1\nout: ~/p.safetensors\nprompts: mine.jsonl\ncheck_lengths: none\n"
@@ -130,15 +121,6 @@ def test_a_bad_recipe_file_is_one_sentence(text, message, tmp_path):
         load_yaml(path)
     assert str(raised.value).startswith(f"recipe {path}")
     assert (len(str(raised.value)) < 500, "\n" in str(raised.value)) == (True, False)
-
-
-def test_flags_override_a_file():
-    file = {"model": "demo", "trials": 3, "budget_mse": 1.0, "seed": 2, "ceiling_rel_mse": 1e-3}
-    without_budget = {"model": "demo", "trials": 3, "seed": 2}
-    assert merge_options(file, {}) == file
-    assert merge_options(file, {"trials": 9}) == file | {"trials": 9}
-    assert merge_options(file, {"budget_mse": 2.0}) == file | {"budget_mse": 2.0}
-    assert merge_options(file, {"budget_rel_mse": 0.1}) == without_budget | {"budget_rel_mse": 0.1}
 
 
 def test_answers_are_held_by_default_but_not_those_of_random_weights():

@@ -20,7 +20,6 @@ from s2o_runtime import load_profile, save_profile
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.config import TileConfig
-from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.doctor import findings, profile_check, self_test
 from s2o_runtime.doctor.command import examine, main
 from s2o_runtime.doctor.findings import Finding, Section, choose_exit_code, render_json, render_text
@@ -419,14 +418,6 @@ def test_a_profile_and_a_model(run, profile, model, expected, capsys, tmp_path):
         finding = sections[section][name]
         assert finding["verdict"] == verdict
         assert sentence in f"{finding['value']}: {finding['advice']}"
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_foreign_device_has_no_kernel(capsys, monkeypatch):
-    monkeypatch.setattr(profile_check, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
-    code, sections = doctor(capsys, "--profile", DEMO_PROFILE)
-    assert code == NO_RESOURCE
-    assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
 
 
 def test_transformers_is_needed_for_a_model_only(monkeypatch):

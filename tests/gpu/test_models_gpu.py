@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from calibrate import calibrate
-from calibrate.model.models import from_memory, load
+from calibrate.model.models import from_memory
 from calibrate.model.self_test import run_self_test
 from calibrate.model.weights import get_model_class
 from s2o_runtime import explain, patched
@@ -76,18 +76,6 @@ def test_a_model_in_memory_is_calibrated_and_runs(name, tmp_path):
     assert {row["layer"] for row in ran if row["path"] == "s2o"} <= numbers <= {row["layer"] for row in ran}
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "cohere2", "lfm2"])
-def test_a_mixed_model_streams_as_it_runs_whole(name, tmp_path):
-    """The same fingerprint, and the same profile whether its layers come one at a time or not."""
-    on_gpu(name).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    streamed, resident = (load(str(tmp_path / "model"), "cuda", resident=stays) for stays in (False, True))
-    assert streamed.fingerprint == resident.fingerprint
-    for loaded in (streamed, resident):
-        run_self_test(loaded)
-    assert all(parameter.is_meta for parameter in streamed.model.parameters())
-
-
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
 @torch.no_grad()
 def test_windows_of_long_prompts_need_no_mask_of_rows_by_keys(name, monkeypatch):
@@ -109,22 +97,6 @@ def test_windows_of_long_prompts_need_no_mask_of_rows_by_keys(name, monkeypatch)
     torch.cuda.reset_peak_memory_stats()
     assert bool(model(ids, use_cache=False, logits_to_keep=1).logits.isfinite().all())
     assert torch.cuda.max_memory_allocated() - before < 200 << 20
-
-
-def test_a_model_in_4_bits(tmp_path):
-    """Its fingerprint is the same before and after it ran."""
-    for package in ("bitsandbytes", "accelerate"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    from transformers import BitsAndBytesConfig
-
-    plain = on_gpu("llama")
-    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    options = {"quantization_config": settings, "device_map": {"": "cuda:0"}, "dtype": torch.bfloat16}
-    model = type(plain).from_pretrained(None, config=plain.config, state_dict=plain.state_dict(), **options).eval()
-    before = fingerprint(model)
-    assert before != fingerprint(plain)
-    profile, _ = calibrated_and_run(model, tmp_path / "p.safetensors")
-    assert profile.fingerprint == before == fingerprint(model)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -3,12 +3,9 @@
 import time
 from dataclasses import replace
 
-import pytest
 import torch
 
-from calibrate.curves.curves import Shape
-from calibrate.profiles.retile import _make_inputs, _with_density, retile
-from s2o_runtime.attention.api import s2o_attention
+from calibrate.profiles.retile import retile
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
@@ -51,15 +48,3 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
     assert 0 < new.layers[1][0].tile.dense_below < LENGTHS[1]
     assert 2 <= new.layers[1][0].tile.min_queries < 8192
     assert seconds < 120
-
-
-@pytest.mark.parametrize("density", [SPARSE, HALF])
-def test_the_timed_calls_compute_what_the_record_says(density):
-    where = torch.device("cuda")
-    prompt = _make_inputs(GEOMETRY, LENGTHS[1], where)
-    config = _with_density(prompt, layer(16, "mean"), density)
-    here = torch.cuda.get_device_capability()
-    tile = next(t for t in list_candidate_tiles(128, here) if Shape.from_tile(t) == Shape.from_tile(FORMER))
-    qkv = prompt.q, prompt.k, prompt.v
-    stats = s2o_attention(*qkv, config.with_tile(tile), scale=prompt.scale, return_stats=True).stats
-    assert float(stats.density.mean()) == pytest.approx(density, abs=0.02)

@@ -9,26 +9,24 @@ from s2o_runtime.call import PLAIN
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import save_profile
 from s2o_runtime.quantisation import round_as_cached
-from s2o_runtime.serving import attend as self_test
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, ServerContext, Settings
 from support import fake_sglang, fake_vllm
 from support.fake_server import FakeServer
-from support.server_batches import alone, check_last_rows, check_mixed_batches, served_profile, served_tiles
+from support.server_batches import alone, check_mixed_batches, served_profile, served_tiles
 
 SERVERS = ["vllm", "sglang"]
 TILES = pytest.mark.parametrize("tile", served_tiles(), ids=str)
 DEVICE = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
-def engine_of(server_name, server, ends=False, **options):
+def engine_of(server_name, server, **options):
     """A server's engine and what feeds it a batch: (engine, feed)."""
     if server_name == "vllm":
-        engine = fake_vllm.FakeEngine(server, pages=2048, ends=ends, **DEVICE, **options)
+        engine = fake_vllm.FakeEngine(server, pages=2048, **DEVICE, **options)
         return engine, lambda parts: engine.feed(parts)[0]
-    engine = fake_sglang.FakeEngine(server, slots=32768, width=8192, ends=ends, **DEVICE, **options)
-    mode = fake_sglang.Mode.EXTEND if ends else fake_sglang.Mode.MIXED
-    return engine, lambda parts: engine.feed(parts, mode)
+    engine = fake_sglang.FakeEngine(server, slots=32768, width=8192, **DEVICE, **options)
+    return engine, lambda parts: engine.feed(parts, fake_sglang.Mode.MIXED)
 
 
 @TILES
@@ -47,13 +45,6 @@ def test_mixed_batches_are_each_request_on_its_own(tile, server_name, layout, mo
     assert set(seconds) == set(server.counters.timed) == {(0, "s2o"), (0, "dense")}
     assert all(1e-5 < mean < 10 for mean in seconds.values())
     assert server.counters.densities() == {0: pytest.approx(float(server.counters.sampled[0].density.mean()))}
-
-
-@TILES
-@pytest.mark.parametrize("server_name", SERVERS)
-def test_last_rows_are_exact(tile, server_name):
-    server = FakeServer(served_profile(tile, last_rows=256), Rank(), "cuda", 16384)
-    check_last_rows(*engine_of(server_name, server, ends=True))
 
 
 def served_layer(tile):
@@ -85,19 +76,6 @@ def test_a_layer_passes_its_self_test_and_reads_its_cache(tile, server_name, fp8
     truth = alone(second, 4000, layer.config(4000)).out.float()
     assert float((out - truth).square().mean() / truth.square().mean()) <= 2e-5
     assert "s2o" in {path for path, _ in engine.counted()}
-
-
-@TILES
-@pytest.mark.parametrize("server_name", SERVERS)
-def test_a_layer_that_reads_other_heads_is_refused(tile, server_name, monkeypatch):
-    right = self_test.s2o_attention_paged
-    monkeypatch.setattr(
-        self_test, "s2o_attention_paged", lambda *arguments, **named: right(*arguments, **named).roll(1, 1)
-    )
-    server = served_layer(tile)
-    engine, _ = engine_of(server_name, server)
-    engine.outputs([(engine.add(300), 300)])
-    assert server.fit.layers[0].rejected
 
 
 def test_the_profiling_run_reserves_and_compiles(tmp_path):

@@ -3,13 +3,10 @@
 import copy
 import logging
 import pickle
-from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from s2o_runtime import Explanation, explain, patch, patched, unpatch
@@ -121,42 +118,32 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def expected_verdict(calls, judged):
-    """The short prompts, or the dense ones and the most frequent reason, that a watch of so many calls warns of."""
-    long = []
-    for number, (path, reason, keys) in enumerate(calls, 1):
-        if keys >= 100:
-            long.append((path, reason))
-        if number == judged and number - len(long) > 0.9 * judged:
-            return number - len(long)
-        if len(long) == judged:
-            dense = Counter(reason for path, reason in long if path == "dense")
-            return (dense.total(), dense.most_common(1)[0]) if dense.total() > 0.9 * judged else None
-    return None
-
-
-@given(
-    st.sampled_from([99, 100]),
-    st.dictionaries(
-        st.integers(0, 44),
-        st.tuples(st.sampled_from(["s2o", "dense"]), st.just("rare"), st.integers(98, 101)),
-        max_size=9,
-    ),
+LONG, SHORTER, RARE, RAN = (
+    ("dense", "frequent", 100),
+    ("dense", "frequent", 99),
+    ("dense", "rare", 100),
+    ("s2o", "", 100),
 )
-def test_a_watch_warns_once_by_its_first_calls(keys, unlike):
-    """Of 45 calls nearly all are dense ones of one length; twenty are judged, of which nineteen are nearly all."""
-    calls = [unlike.get(number, ("dense", "frequent", keys)) for number in range(45)]
-    with mock.patch.object(counters, "CALLS", 20), mock.patch.object(counters.log, "warning") as warning:
+
+
+@pytest.mark.parametrize(
+    ("calls", "warned"),
+    [
+        ([RARE, *[LONG] * 18, RAN], [(19, 20, 100, 18, "frequent", OTHERWISE)]),
+        ([*[LONG] * 18, RAN, RAN], []),
+        ([SHORTER] * 19 + [LONG], [(19, 20, 100)]),
+        ([SHORTER] * 18 + [RAN] * 2, []),
+        ([SHORTER] * 18 + [LONG] * 20, [(20, 20, 100, 20, "frequent", OTHERWISE)]),
+    ],
+)
+def test_a_watch_warns_once_by_its_first_calls(calls, warned, monkeypatch):
+    """Twenty are judged, of which nineteen are nearly all."""
+    monkeypatch.setattr(counters, "CALLS", 20)
+    with mock.patch.object(counters.log, "warning") as warning:
         watch = DenseWatch(1, 100)
-        for call in calls:
+        for call in [*calls, *[LONG] * (40 if warned else 0)]:
             watch.count(*call)
-    verdict = expected_verdict(calls, 20)
-    warned = [call.args[1:] for call in warning.call_args_list]
-    if isinstance(verdict, tuple):
-        dense, (reason, count) = verdict
-        assert warned == [(dense, 20, 100, count, reason, OTHERWISE)]
-    else:
-        assert warned == ([] if verdict is None else [(verdict, 20, 100)])
+    assert [call.args[1:] for call in warning.call_args_list] == warned
 
 
 @torch.no_grad()

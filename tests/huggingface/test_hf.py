@@ -3,11 +3,9 @@
 import copy
 import dataclasses
 import gc
-import io
 import logging
 import math
 import os
-import pickle
 import subprocess
 import sys
 from collections import defaultdict
@@ -28,8 +26,20 @@ from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.logs import log_once
-from support.architectures import CASES
-from support.models import LENGTH, SIZES, close, make_profile, new_model, padded_batch, paths, prompt, twin, used_s2o
+from support.models import (
+    LENGTH,
+    SIZES,
+    close,
+    make_profile,
+    new_model,
+    padded_batch,
+    paths,
+    pickled,
+    prompt,
+    twin,
+    used_s2o,
+    with_adapter,
+)
 from support.naive import naive_attention
 
 
@@ -60,9 +70,7 @@ def test_a_layer_whose_heads_are_all_dense_is_what_it_would_be_unpatched(eager, 
 def test_the_last_rows_of_each_call_are_dense(eager):
     """Of a whole prompt, and of a call that goes on with it: nobody says whether there is more to come."""
     model, seen = twin(eager), []
-    profile = make_profile(model, 1e6)
-    layers = tuple(tuple(dataclasses.replace(layer, last_rows=128) for layer in bucket) for bucket in profile.layers)
-    patch(model, dataclasses.replace(profile, layers=layers), drift=None)
+    patch(model, make_profile(model, 1e6, last_rows=128), drift=None)
     for state in get_layer_states(model):
         state.observer = lambda layer, q, k, v, scoring, out: seen.append((q, k, v, out))
     ids = prompt(700)
@@ -162,13 +170,6 @@ def compiled_logits(model, ids):
     ).logits
 
 
-def pickled(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("original", ["patched anew", "unpatched", "gone"])
@@ -201,25 +202,6 @@ def keys_of(model):
 def next_process(monkeypatch):
     """A function after which keys are issued as in a process that begins."""
     return lambda: monkeypatch.setattr(layers, "_issued", defaultdict(count))
-
-
-def test_keys_are_the_same_in_every_process_and_no_two_states_of_one_have_the_same(next_process):
-    """Patched anew, beside a twin, copied, loaded, with another profile; a layer with a window is there too."""
-    processes = []
-    for _ in range(2):
-        next_process()
-        plain = AutoModelForCausalLM.from_config(CASES["qwen2-sliding"].config).eval()
-        for parameter in plain.parameters():
-            torch.nn.init.constant_(parameter, 0.1)
-        model, profile = twin(plain), make_profile(plain, 2.0)
-        keys = [keys_of(patch(model, profile)), keys_of(patch(model, profile)), keys_of(patch(twin(plain), profile))]
-        saved = pickle.dumps(model)
-        assert not any(key.encode() in saved for key in keys_of(model))
-        keys += [keys_of(copy.deepcopy(model)), keys_of(pickle.loads(saved))]
-        keys.append(keys_of(patch(model, make_profile(plain, 1.0))))
-        assert len({key for model_keys in keys for key in model_keys}) == sum(map(len, keys)) >= 12
-        processes.append(keys)
-    assert processes[0] == processes[1]
 
 
 @torch.no_grad()
@@ -273,11 +255,6 @@ def test_processes_run_a_saved_model_and_the_second_finds_what_the_first_compile
         assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=tmp_path, env=where) == hits
         with torch.no_grad():
             close(torch.load(tmp_path / "logits.pt"), model(ids).logits)
-
-
-def with_adapter(model):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
 
 
 @pytest.mark.parametrize("other_first", [False, True], ids=["second", "first"])
@@ -437,9 +414,7 @@ def test_a_mask_of_integers_that_a_caller_made_is_not_taken_for_one_of_s2o(patch
 @torch.no_grad()
 def test_assisted_text_is_greedy_text_where_last_rows_are_exact(eager):
     """The rows that answer do not depend on the drafts behind them."""
-    model, profile = twin(eager), make_profile(eager, 1e6)
-    layers = tuple(tuple(dataclasses.replace(layer, last_rows=256) for layer in bucket) for bucket in profile.layers)
-    patch(model, dataclasses.replace(profile, layers=layers), drift=None)
+    model = patch(twin(eager), make_profile(eager, 1e6, last_rows=256), drift=None)
     ids, options = prompt(150).repeat(1, 3), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     greedy = model.generate(ids, **options)
     for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": new_model()}, {"cache_implementation": "static"}):

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from s2o_runtime.errors import ConfigError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.monitor.counters import REMEDIES
 from s2o_runtime.profile import save_profile
-from support.models import LENGTH, RUNS, make_profile, new_model, paths, prompt, twin
+from support.models import LENGTH, RUNS, make_profile, new_model, paths, pickled, prompt, twin, with_adapter
 
 LAST_ROWS = 128
 SPARSE, DECODE = ("s2o", RUNS), ("dense", "decode")
@@ -30,9 +29,8 @@ class WithoutKeep(LlamaForCausalLM):
 @pytest.fixture
 def profile(eager):
     """A budget of answers, whose last rows are exact."""
-    made = make_profile(eager, 1e6)
-    layers = tuple(tuple(dataclasses.replace(c, last_rows=LAST_ROWS) for c in bucket) for bucket in made.layers)
-    return dataclasses.replace(made, layers=layers, record={"budget": {"kind": "kl", "value": 1e-3}})
+    made = make_profile(eager, 1e6, last_rows=LAST_ROWS)
+    return dataclasses.replace(made, record={"budget": {"kind": "kl", "value": 1e-3}})
 
 
 def generate(**options):
@@ -61,18 +59,6 @@ RUN = {
 }
 
 
-def pickled(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def with_adapter(model):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).eval()
-
-
 def compiled_in_place(model):
     model.compile(backend="eager")
     return model
@@ -82,7 +68,7 @@ HANDLES = {
     "plain": lambda model: model,
     "copy": copy.deepcopy,
     "pickled": pickled,
-    "peft": with_adapter,
+    "peft": lambda model: with_adapter(model).eval(),
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "compiled-in-place": compiled_in_place,
 }

@@ -140,11 +140,6 @@ def test_the_mean_of_a_pruned_block_stands_for_its_keys():
     assert float((dropped - out).abs().max()) > 0.01
 
 
-def test_the_first_layers_of_a_model_stay_dense():
-    assert [FlashPrefillV2(dense_layers=2).runs_dense(layer) for layer in range(4)] == [True, True, False, False]
-    assert not FlashPrefill().runs_dense(0)
-
-
 @pytest.mark.parametrize("settings", [*(kind() for kind in BASELINES.values()), PBS(0.7, 64, 64)])
 def test_text_says_everything(settings):
     assert parse(str(settings)) == settings

@@ -1,7 +1,5 @@
 """Layers with a sliding window in long prompts: computed some rows at a time, without a mask of rows by keys."""
 
-import copy
-
 import pytest
 import torch
 
@@ -10,13 +8,10 @@ from s2o_runtime import explain, patched
 from s2o_runtime.attention import compute
 from s2o_runtime.attention.compute import window_attention
 from s2o_runtime.call import Scoring
-from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.huggingface import hf
-from s2o_runtime.identity import fingerprint, geometry
-from s2o_runtime.profile import Profile
 from support.architectures import CASES, SLIDING, WINDOW, WINDOWED
 from support.marks import all_but_first
+from support.models import make_profile, twin
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further architectures, a second each")
 LENGTH, CUT, PADDING = 150, 90, 37
@@ -27,22 +22,16 @@ def twins(name):
     torch.manual_seed(1)
     config = CASES[name].config
     eager = get_model_class(config).from_config(config, attn_implementation="eager").eval()
-    model = get_model_class(config).from_config(copy.deepcopy(config)).eval()
-    model.load_state_dict(eager.state_dict())
-    return eager, model
+    return eager, twin(eager, None)
 
 
 @pytest.fixture(params=all_but_first(WINDOWED, EXHAUSTIVE, count=4))
 def pair(request, monkeypatch):
     """Twins in which no mask of windows is small, the second one patched."""
     eager, model = twins(request.param)
-    config = model.config
     monkeypatch.setattr(hf, "SMALL_MASK", 0)
     monkeypatch.setattr(compute, "ROWS", 32)  # several blocks of rows
-    layer = LayerConfig.uniform(geometry(config).query_heads, tau=0.0, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
-    rows = ((layer,) * geometry(config).layers,)
-    profile = Profile("tiny", geometry(config), fingerprint(model), DeviceIdentity("cpu", "cpu"), (32,), rows)
-    with patched(model, profile, strict=True):
+    with patched(model, make_profile(model, 0.0, min_length=32), strict=True):
         yield eager, model
 
 

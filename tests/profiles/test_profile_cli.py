@@ -261,15 +261,6 @@ def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monke
     assert (retiled.timed, retiled.dense_layers, retiled.note in caplog.text) == ((), 0, True)
 
 
-def test_a_foreign_text_in_a_card_is_only_text():
-    foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}
-    text = render_card(dataclasses.replace(minimal(), record=foreign, model_name="a\n|b"), "p.safetensors")
-    assert text.startswith("# S2O profile of a \\|b\n")
-    assert "**Not proven** (failed).\n\n- a \\| b # c" in text
-    assert "| seed | \\<b\\> |" in text
-    assert "| seed | not recorded |" in render_card(minimal(), "p.safetensors")
-
-
 @SLOW
 def test_a_card_says_what_was_proven_of_its_profile(calibrated, run, tmp_path):
     """Of a calibration and after rebudget: in Markdown and in HTML, with what the record has of each layer."""

@@ -14,7 +14,7 @@ from s2o_runtime.huggingface import run
 from s2o_runtime.profile import load_profile
 from scripts.docs import tables
 from scripts.docs.raw import Bench
-from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
+from support.pages import FENCE, PAGES, ROOT, blocks, commands_of, name_of
 
 PARSERS = {
     "s2o-calibrate": calibrate.build_parser,
@@ -54,12 +54,6 @@ def test_commands_are_understood(path):
             assert (ROOT / arguments[0]).is_file(), arguments[0]
         else:
             assert not program.startswith("s2o"), program  # another project's program
-
-
-def test_an_unknown_option_is_no_command_of_a_page():
-    assert not understood("s2o-profile", ["show", "p.safetensors", "--heads", "4.1"])
-    assert understood("s2o-profile", ["show", "p.safetensors", "--head", "4.1"])
-    assert list(commands("A=1 s2o-run --x \\\n  y # no\n\n# nothing")) == [(("s2o-run", "--x", "y"), None)]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

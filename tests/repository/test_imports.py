@@ -65,10 +65,6 @@ def test_the_runtime_imports_itself_relatively():
     assert not [module for module in absolute if module.startswith("s2o_runtime")]
 
 
-def test_every_file_stands_in_a_room_of_the_list():
-    assert {room_of(module) for module in MODULES} == set(ROOMS)
-
-
 def test_no_file_imports_from_a_room_above_its_own():
     upward = [
         f"{module} -> {imported}"

@@ -6,7 +6,6 @@ import logging
 import re
 import shlex
 import signal
-import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import get_args
@@ -218,22 +217,6 @@ def test_progress_of_unknown_length_and_as_json(capsys, monkeypatch):
 class Terminal(io.StringIO):
     def isatty(self):
         return True
-
-
-@pytest.mark.parametrize("variable", [None, "NO_COLOR"])
-def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    if variable:
-        monkeypatch.setenv(variable, "1")
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    console = tables.open_console()
-    console.print("[red]word[/red]")
-    assert ("\x1b[31m" in sys.stdout.getvalue()) == (variable is None)
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    tables.print_table(tables.Table(("a",), [("b",)], "title"), tables.open_console())
-    assert "\x1b" not in sys.stdout.getvalue()
 
 
 @pytest.mark.parametrize(

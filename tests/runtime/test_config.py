@@ -1,5 +1,4 @@
 import json
-import pickle
 
 import pytest
 
@@ -40,13 +39,6 @@ def test_a_tile_may_not_cross_a_segment():
     LayerConfig.uniform(1, segment=64, tile=TileConfig(block_m=128), mode="dense")
     with pytest.raises(ConfigError, match="segment 64 of head 0 is not a multiple of 128"):  # two row tiles a program
         LayerConfig.uniform(1, segment=64, tile=TileConfig(64, 128, 4, 4, 2, specialized=True))
-
-
-def test_equal_configs_hash_alike_and_survive_pickling():
-    one, other = LayerConfig.uniform(2, tau=0.5), LayerConfig.uniform(2, tau=0.5)
-    assert one == other
-    assert hash(one) == hash(other)
-    assert pickle.loads(pickle.dumps(one)) == one
 
 
 @pytest.mark.parametrize(("text", "rule"), [*((str(rule), rule) for rule in StopRule), ("raw", StopRule.PAPER)])

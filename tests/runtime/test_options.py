@@ -130,11 +130,6 @@ def test_every_field_of_a_command_is_an_option_that_means_the_same_in_both():
     assert "needles" not in OPTIONS.keys() | plan.OPTIONS.keys()  # a share in one and a count in the other
 
 
-def test_an_unknown_option_is_named_with_its_neighbour():
-    with pytest.raises(ConfigError, match=r"calibrate\(\) has 'budget', which is no option: did you mean budget_"):
-        read_options(OPTIONS, {"budget": 1}, "calibrate()")
-
-
 @COMMANDS
 def test_a_switch_has_one_grammar(options):
     parser = parser_of(*options.values())

@@ -11,7 +11,7 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.reference.dense import dense_attention
 from scripts.bench import attention as bench
 from scripts.bench import breakdown, prefill
-from scripts.bench.calls import bisect, kernel_parts
+from scripts.bench.calls import kernel_parts
 from scripts.bench.schema import AttentionFile, PrefillFile, read
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="runs a whole benchmark")
@@ -57,17 +57,6 @@ def test_the_parts_make_the_whole():
     expected = s2o_attention(q, k, v, config, backend="triton")
     assert torch.equal(prefill(), expected)
     assert not torch.equal(expected, dense_attention(q, k, v))
-
-
-def test_bisection_finds_each_heads_tau():
-    """A density of 1 / (1 + tau * sharpness), known in closed form."""
-    sharpness = torch.tensor([0.01, 1.0, 300.0], dtype=torch.float64)
-
-    def density(config):
-        return 1 / (1 + sharpness * torch.tensor([head.tau for head in config.heads], dtype=torch.float64))
-
-    config = bisect(LayerConfig.uniform(3), 0.2, 20, density)
-    assert [head.tau for head in config.heads] == pytest.approx((4 / sharpness).tolist(), rel=1e-3)
 
 
 @EXHAUSTIVE

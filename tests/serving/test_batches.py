@@ -1,6 +1,5 @@
 """Batches of servers: every row has one place, whatever the batch, and is what its request gives alone."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -298,22 +297,6 @@ def test_nothing_is_made_of_a_batch_with_little_work(made, monkeypatch):
     assert counters.timed == {(0, "dense"): 2}
     engine.outputs([(engine.add(200), 200), (engine.add(300), 300)])
     assert engine.counted()["s2o", "reference backend"] > 0
-
-
-def test_calls_are_timed_by_layer_and_path(made):
-    """Of a batch with a slice of each path, of a dense layer, and of one that is none of the profile's."""
-    engine = made()
-    batches = [([engine.add(300), engine.add(64)], 0), ([engine.add(300)], 1), ([engine.add(300)], 2)]
-    began = time.perf_counter()
-    for requests, layer in batches:
-        engine.outputs([(request, len(request)) for request in requests], layer)
-    took = time.perf_counter() - began
-    counters = engine.server.counters
-    assert counters.timed == {(0, "s2o"): 1, (0, "dense"): 1, (1, "dense"): 1, (2, "dense"): 1}
-    seconds = counters.seconds()
-    assert set(seconds) == set(counters.timed) - {(2, "dense")}  # S2O has no part in it
-    assert min(seconds.values()) > 0
-    assert sum(counters.timed[key] * mean for key, mean in seconds.items()) <= took
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
 """Small models that no checkpoint holds, and profiles for them."""
 
 import copy
+import pickle
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from calibrate.model.models import LoadedModel
 from calibrate.model.weights import Checkpoint, Weights, build_skeleton, get_model_class
-from s2o_runtime import explain
+from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
+from s2o_runtime.reference.dense import exact_attention
 
 SIZES = {
     "vocab_size": 128,
@@ -51,6 +55,23 @@ def new_model(name="llama", implementation="sdpa", **changes):
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
 
 
+@torch.no_grad()
+def watch(model, profile, ids):
+    """The logits of a model that is patched for one prompt, and of each layer: exact attention, its own, density."""
+    patch(model, profile, strict=True)
+    states, outputs = get_layer_states(model), {}
+
+    def observe(layer, q, k, v, scoring, out):
+        outputs[layer] = exact_attention(q, k, v, **scoring.arguments()), out
+
+    for state in states:
+        state.observer = observe
+    logits = model(ids[None], use_cache=False).logits[0]
+    densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in states]
+    unpatch(model)
+    return logits, [(*outputs[index], density) for index, density in enumerate(densities)]
+
+
 def prompt(length=LENGTH, batch=1):
     """Random tokens [batch, length], none of which is special."""
     return torch.randint(3, 128, (batch, length))
@@ -64,13 +85,23 @@ def twin(eager, implementation="sdpa", config=None):
     return model
 
 
-def make_profile(model, tau, min_length=100):
+def make_profile(model, tau, min_length=100, last_rows=0):
     """A profile that uses one threshold for all heads, from `min_length` tokens on."""
-    shape = geometry(model.config)
-    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1), lookback=64)
+    shape, tile = geometry(model.config), TileConfig(64, 32, 1, 4, 1)
+    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=tile, lookback=64, last_rows=last_rows)
     buckets = (min_length, 8192)
     layers = ((layer,) * shape.layers,) * len(buckets)
     return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), buckets, layers)
+
+
+def pickled(model):
+    """The same model as another process loads it."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def with_adapter(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
 
 
 def padded_batch(side="left", length=LENGTH):

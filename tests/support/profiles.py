@@ -3,15 +3,14 @@
 import json
 from pathlib import Path
 
-import torch
 from hypothesis import strategies as st
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry, join_fingerprint
-from s2o_runtime.profile import METADATA_KEY, Profile, serialize
-from s2o_runtime.profile.file import SIZES, TENSORS, TILE_FIELDS, _compute_digest
+from s2o_runtime.profile import METADATA_KEY, Profile
+from s2o_runtime.profile.file import _compute_digest
 
 FORMAT = Path(__file__).parents[2] / "s2o_runtime" / "profile" / "FORMAT.md"
 
@@ -131,42 +130,3 @@ def leaves(value, path=()):
 
 
 foreign_values = json_values | st.floats() | st.sampled_from([10**30, -(2**63), 2**63, "\ud800", "\x00", "x" * 5000])
-
-
-@st.composite
-def changes(draw):
-    """A profile's document and tensors with one change, the words of which a refusal names one, and the profile."""
-    profile = draw(profiles())
-    document, tensors = document_of(serialize(profile)), load(serialize(profile))
-    if draw(st.booleans()):
-        field = draw(st.sampled_from([*leaves(document), ("new",), ("record", "new"), ("model", "new")]))
-        *outer, last = field
-        holder = document
-        for name in outer:
-            holder = holder[name]
-        if draw(st.booleans()) and isinstance(holder, dict):
-            holder.pop(last, None)
-        else:
-            holder[last] = draw(foreign_values)
-        # sizes are found wrong by the tensors that they do not fit, and by one another
-        words = {*map(str, field), *tensors, *SIZES, "layer_numbers", "digest"}
-    else:
-        name = draw(st.sampled_from(sorted(tensors)))
-        tensor = tensors[name].clone()
-        change = draw(st.sampled_from(["value", "value", "dtype", "shape", "missing", "new"]))
-        if change == "value":
-            limits = (
-                st.floats(width=32) if tensor.is_floating_point() else st.integers(0, torch.iinfo(tensor.dtype).max)
-            )
-            tensor.flatten()[draw(st.integers(0, tensor.numel() - 1))] = draw(limits | st.integers(0, 64))
-            words = {name, *(TILE_FIELDS if name == "tile" else ())}
-            words |= {"segment"} if name in ("tile", "mode") else set()  # which programs of a tile divide
-            tensors |= {name: tensor}
-        elif change == "new":
-            words, tensors = {"tensor 'other' is not part"}, tensors | {"other": tensor}
-        elif change == "missing" and name in TENSORS:
-            words, tensors = {f"tensor '{name}' is missing"}, {n: t for n, t in tensors.items() if n != name}
-        else:
-            other = {"dtype": tensor.to(torch.float64), "shape": tensor[None]}.get(change, tensor[..., None])
-            words, tensors = {f"tensor {name} is torch."}, tensors | {name: other}
-    return profile, document, tensors, words

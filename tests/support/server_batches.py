@@ -51,13 +51,13 @@ def all_dense() -> Profile:
     return replace(profile, layers=tuple((second, second) for _, second in profile.layers))
 
 
-def served_profile(tile: TileConfig, last_rows: int = 0) -> Profile:
+def served_profile(tile: TileConfig) -> Profile:
     """Of this GPU, for a model of two layers whose heads differ."""
     heads = tuple(
         HeadConfig(0.2 * (1 + index), 256, representatives=16, tail="none" if index % 2 else "mean")
         for index in range(8)
     )
-    config = LayerConfig(heads, tile, last_rows=last_rows)
+    config = LayerConfig(heads, tile)
     geometry, device = Geometry("llama", 2, 8, 2, 128), identify(torch.device("cuda"))
     return Profile("made", geometry, "", device, (1024, 4096), ((config, config),) * 2).validate()
 
@@ -100,27 +100,6 @@ def joint_density(parts: list[tuple[Request, int]], config: LayerConfig, backend
                 window = max(window, 0) // config.tile.block_n * config.tile.block_n
                 computed[index] += prefixes[index][row // config.tile.block_m] + row + offset + 1 - window
     return torch.tensor(computed, dtype=torch.float64) / causal
-
-
-def check_last_rows(engine: Any, feed: Callable[[list[tuple[Request, int]]], Tensor]) -> None:
-    """Two prompts that end in a batch, one behind a prefix: their last 256 rows are exact, the others the op's.
-
-    Args:
-        engine: A server's, without requests, whose prompts end with their tokens; of a profile with 256 last rows.
-        feed: What feeds a batch and returns its rows.
-    """
-    chunked, whole = engine.add(3000), engine.add(2500)
-    feed([(chunked, 1100)])
-    out = feed([(chunked, 1900), (whole, 2500)])
-    config = engine.server.fit.layers[0].config(3000)
-    for request, ours in zip((chunked, whole), out.split([1900, 2500]), strict=True):
-        truth = dense(request, 256).float()
-        torch.testing.assert_close(ours[-256:].float(), truth, rtol=2e-2, atol=2e-2)
-        request.done -= 256
-        assert torch.equal(ours[:-256], alone(request, len(ours) - 256, config, "triton").out)
-    rows = engine.counted()
-    assert rows["dense", "the last rows of a prompt"] == 512
-    assert rows["s2o", "the kernel supports this call"] == 1100 + 1900 + 2500 - 512
 
 
 def _tensors(request: Request, count: int) -> tuple[Tensor, Tensor, Tensor]:

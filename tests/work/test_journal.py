@@ -176,20 +176,6 @@ def test_a_damaged_entry_is_one_sentence(change, path):
                 attempt()
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model": {"name": "demo", "fingerprint": "b" * 64}}, r"model\.fingerprint a{20}\.\., this run has b{20}"),
-    ({"device": {"name": "H200"}, "version": "0.2"}, r"device\.name cpu, this run has H200"),
-    ({"device": {"name": "cpu", "count": 2}}, r"device\.count null, this run has 2"),
-    ({"device": "cpu"}, r'device {"name": "cpu"}, this run has cpu'),
-])  # fmt: skip
-def test_another_identity_is_refused_by_its_first_change(changes, message, path):
-    before = filled(path)
-    with pytest.raises(InputError, match=f"{message}.*: give another --journal, or delete it to start over"):
-        Journal.open(path, IDENTITY | changes)
-    assert path.read_bytes() == before
-    Journal.open(path, IDENTITY).close()
-
-
 def test_no_lock_stays_but_after_a_kill(path):
     lock = path.with_name(f"{path.name}.lock")
     with Journal.open(path, IDENTITY) as journal:
