@@ -48,7 +48,7 @@ CALIBRATIONS = {
     "calibrate-smollm2-kl-h200.json": "SmolLM2-135M",
     "calibrate-demo-kl-timed-again-h200.json": "the demo model",
 }
-# The first of them took dense attention's time from one layer, 8% too long at 32768 tokens; this bench timed every layer.
+# The first of them took dense attention's time from one layer, 8% too long at 32768 tokens; this bench timed all.
 EVERY_LAYER = "bench-methods-qwen2.5-coder-1.5b-2e-3-h200.json", "Qwen2.5-Coder-1.5B"
 SERVED = {  # time to the first token: the model, its query heads times head_dim, and the weights of a layer
     "first-token-demo-h100.json": ("demo", 8 * 128, 1.05e6),
