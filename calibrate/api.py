@@ -98,7 +98,9 @@ def _plan_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tupl
     return recipe, loaded, estimate(recipe, ModelSizes.from_model(loaded.model, recipe.device), loaded.geometry, device)
 
 
-def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bool = True) -> Plan:
+def make_plan(
+    options: Mapping[str, Any], *, dry_run: bool = False, progress: bool = True, in_model: bool = False
+) -> Plan:
     """Check options against the machine and the model, cheap checks first, and estimate the run.
 
     Args:
@@ -106,13 +108,14 @@ def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bo
         dry_run: whether nothing is going to run, so that the sizes of an alias suffice, which ship, and a GPU that is
             named by target_gpu need not be here.
         progress: whether to tell on standard error that a scheduler is waited for.
+        in_model: whether the profile goes into the model's folder.
 
     Raises what `calibrate` does.
     """
     gpu = find_gpu(options["target_gpu"]) if dry_run and options.get("target_gpu") else None
     if gpu is not None and not {"gpus", "scheduler"} & options.keys():  # it is an option of many workers elsewhere
         options = {name: value for name, value in options.items() if name != "target_gpu"}
-    recipe, device = resolve_recipe(options, gpu)
+    recipe, device = resolve_recipe(options, gpu, in_model=in_model)
 
     from calibrate.model.estimate import estimate
     from calibrate.model.models import is_gguf, load_config, load_tokenizer

@@ -14,7 +14,7 @@ from calibrate.journal import Journal, make_write_error
 from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, list_report_paths, place_profile
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, ResourceError
-from s2o_runtime.files import resolve_destination
+from s2o_runtime.files import IN_MODEL, PROFILES, resolve_destination
 
 if TYPE_CHECKING:
     from s2o_runtime.devices import DeviceIdentity
@@ -31,10 +31,12 @@ _PROFILE = b'{"__metadata__":{"s2o_profile":'  # after the header's size, at a p
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
-def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None) -> tuple[Recipe, DeviceIdentity]:
+def resolve_recipe(
+    options: Mapping[str, Any], gpu: DeviceIdentity | None = None, *, in_model: bool = False
+) -> tuple[Recipe, DeviceIdentity]:
     """Return the recipe with the defaults that depend on the device, here or the `gpu` of a plan, and that device.
 
-    options: those that were given, in the types of their fields.
+    options: those that were given, in the types of their fields. in_model: the profile goes into the model's folder.
 
     Raises what `check_files` and `resolve_device` do, and ConfigError for options that are missing or do not fit.
     """
@@ -43,7 +45,10 @@ def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None
     # A wrong option is refused before torch is imported, which takes seconds: until then placeholders stand for what
     # depends on the device. This length is too short for no segment, and leaves check lengths aside.
     unknown = {} if "lengths" in options else {"lengths": (MAX_SEGMENT,), "check_lengths": None}
-    out = place_profile(options["model"], "gpu", Budget.from_options(options))
+    if in_model and "out" in options:
+        raise ConfigError(f"--out {options['out']} and --out-in-model are both given: choose one")
+    place = (IN_MODEL, _find_own_folder(options["model"])) if in_model else (options["model"], PROFILES)
+    out = place_profile(place[0], "gpu", Budget.from_options(options), place[1])
     check_files(Recipe.from_options({"out": out} | dict(options) | unknown))
 
     import torch
@@ -54,9 +59,23 @@ def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None
     if gpu is None and "scheduler" in options and name.startswith("cuda") and not torch.cuda.is_available():
         gpu = DeviceIdentity("cuda", options.get("target_gpu") or "gpu")  # the workers', whose host has none itself
     name, identity = ("cuda", gpu) if gpu else resolve_device(options.get("device"))
-    out = place_profile(options["model"], identity.name, Budget.from_options(options))
+    out = place_profile(place[0], identity.name, Budget.from_options(options), place[1])
     defaults = {"lengths": DEFAULT_LENGTHS[identity.kind], "out": out}
     return check_files(Recipe.from_options(defaults | dict(options) | {"device": name})), identity
+
+
+def _find_own_folder(model: str) -> Path:
+    """Return the folder of a model. Raises ConfigError if it has none, or only the Hub's, ResourceError as its disk."""
+    folder = Path(model).expanduser()
+    in_cache = any(parent.name.startswith("models--") for parent in folder.resolve().parents)
+    if in_cache or not folder.is_dir():
+        kind = "a folder of the Hub's cache" if in_cache else "no folder"
+        raise ConfigError(
+            f"--out-in-model writes into the folder of --model, but {model} is {kind}: hf download it with --local-dir "
+            "FOLDER and give that, or give --out"
+        )
+    check_writable("--out-in-model", folder / IN_MODEL / "profile")
+    return folder
 
 
 def check_files(recipe: Recipe) -> Recipe:

@@ -16,6 +16,7 @@ from calibrate.record import RecordedBudget
 from s2o_runtime.config import LAST_ROWS, LOOKBACK, LOOKBACKS, MAX_SEGMENT, MIN_SEGMENT, SEGMENT_STEP, KvCacheDtype
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
+from s2o_runtime.files import PROFILES
 from s2o_runtime.lengths import MAX_LENGTH
 from s2o_runtime.profile.record import BUDGET_KINDS, BudgetKind, ErrorUnit, get_error_unit
 
@@ -432,7 +433,7 @@ def check_limit(length: int, limit: int) -> None:
         )
 
 
-def place_profile(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
+def place_profile(model: str, device_name: str, budget: Budget, root: Path = PROFILES) -> Path:
     """Return profiles/<model>/<gpu>/<budget>.safetensors."""
     return root / make_slug(model) / make_slug(device_name) / f"{budget}.safetensors"
 

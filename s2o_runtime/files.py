@@ -11,6 +11,8 @@ from pathlib import Path
 from .errors import ConfigError
 
 DIGEST = 16  # hexadecimal digits of a SHA-256 that name a content
+PROFILES = Path("profiles")  # where s2o-calibrate writes by default, in the folder that it runs in
+IN_MODEL = "s2o"  # where a model's folder has its profiles: loaders read every .safetensors beside the weights
 
 
 def hash_file(path: Path) -> str:

@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from urllib.request import urlopen
 
-from vllm_engine import OF_ANSWERS, check_rows, questions, report, with_last_rows
+from vllm_engine import OF_ANSWERS, adapt, check_rows, questions, report
 
 LENGTH, METRICS_PORT = 2048, 9217
 SAMPLE = re.compile(r's2o_rows_total\{.*path="(\w+)",.*rank="(\d+)",reason="([^"]*)".*\} (\S+)')
@@ -114,8 +114,8 @@ def main(profile: str, model: str, name: str) -> int:
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.ranks)))  # a core for each
     os.environ[FLASH_VARIABLE] = str(int(case.flash))
     if case.sparse:
-        settings = {"strict": False, "metrics_port": METRICS_PORT, "drift": "off" if case.answers else "auto"}
-        settings["profile"] = with_last_rows(profile, f"{name}.safetensors", "kl" if case.answers else "mse")
+        settings = {"metrics_port": METRICS_PORT, "drift": "off" if case.answers else "auto"}
+        settings["profile"] = adapt(profile, model, f"{name}.safetensors", "kl" if case.answers else "mse")
         os.environ["S2O_SETTINGS"] = json.dumps(settings)
     import sglang
     from transformers import AutoTokenizer

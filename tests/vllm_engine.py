@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ class EngineCase:
     answers: bool = False  # what the profile's budget is of, not all rows
     gpu: bool = False
     faults: bool = False  # S2O fails on the last rank, in each layer in another way
+    in_folder: bool = False  # the profile is in the model's folder and no setting names it
 
     @property
     def length(self) -> int:
@@ -56,6 +58,7 @@ CASES = {
     "two-ranks": EngineCase(512, 16, ranks=2),
     "compiled": EngineCase(512, 16, compiled=True),
     "answers": EngineCase(512, 16, answers=True),
+    "in-folder": EngineCase(512, 16, in_folder=True),
     "faults": EngineCase(512, 16, faults=True),
     "faults-rank-1": EngineCase(512, 16, ranks=2, faults=True),
     "dense": EngineCase(512, 32, sparse=False),  # vLLM's own backend: its pages have at least 32 tokens
@@ -74,8 +77,12 @@ def main(profile: str, model: str, name: str) -> int:
 
     prompts, codes = questions(AutoTokenizer.from_pretrained(model), case.length)
     if case.sparse:
-        settings = {"strict": False, "drift": "off" if case.answers else "auto"}  # a proof's limits are of its budget
-        settings["profile"] = with_last_rows(profile, f"{name}.safetensors", "kl" if case.answers else "mse")
+        settings = {"drift": "off" if case.answers else "auto"}  # a proof's limits are of its budget
+        settings["profile"] = adapt(profile, model, f"{name}.safetensors", "kl" if case.answers else "mse")
+        if case.in_folder:
+            model = shutil.copytree(model, name, dirs_exist_ok=True)
+            os.makedirs(f"{model}/s2o", exist_ok=True)
+            shutil.move(settings.pop("profile"), f"{model}/s2o")
     engine = LLM(
         model=model,
         dtype="bfloat16",
@@ -138,8 +145,14 @@ def check_rows(rows: Mapping[tuple[str, str], float]) -> None:
     assert ("dense", LAST) in rows, "no row was dense for being the last of a prompt"
 
 
-def with_last_rows(profile: str, out: str, budget: str = "mse") -> str:
-    """Write a profile with dense last rows, whether it has any or not, and a kind of budget; returns the new path."""
+def adapt(profile: str, model: str, out: str, budget: str = "mse") -> str:
+    """Write a profile with dense last rows, a kind of budget and the config's values, whether it has them or not.
+
+    Returns the new path.
+    """
+    from transformers import AutoConfig
+
+    from s2o_runtime.identity import CONFIG, dump_json, select_config_values
     from s2o_runtime.profile import load_profile, save_profile
 
     made = load_profile(Path(profile))
@@ -148,7 +161,9 @@ def with_last_rows(profile: str, out: str, budget: str = "mse") -> str:
         for bucket in made.layers
     )
     record = {**made.record, "budget": {"kind": budget, "value": 1e-4}}
-    save_profile(replace(made, layers=layers, record=record), Path(out))
+    config = CONFIG + dump_json(select_config_values(AutoConfig.from_pretrained(model)))
+    made = replace(made, layers=layers, record=record, fingerprint=made.fingerprint.partition(CONFIG)[0] + config)
+    save_profile(made, Path(out))
     return str(Path(out).resolve())
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from calibrate.api import log, make_plan, run
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
+from calibrate.evaluation.plan import RULER
 from calibrate.options import add_flags
-from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merge_options
+from calibrate.recipe import INPUT, OPTIONS, OUTPUT, Recipe, load_yaml, merge_options
 from s2o_runtime.command_line import (
     INTERRUPTED,
     NOT_PROVEN,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from calibrate.proof.state import Problem
 
 PROGRAM = "s2o-calibrate"
+RULER_LENGTH = 8192  # tokens; in 4096 the words of some tokenizers find no room
 DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
 FIRST = ("--model", "--prompts", "--lengths", "--budget-mse", "--budget-rel-mse", "--out", "--gpus", "--dry-run")
 EXAMPLES = (
@@ -39,6 +41,8 @@ EXAMPLES = (
     ("calibrate on your own prompts", "--model my/model --prompts mine.jsonl,manuals/ --budget-rel-mse 1e-3"),
     ("rehearse a model's sizes without its weights", "--model llama-3.1-70b --random-weights --num-certify 0"),
     ("prove what a server runs that feeds prompts in chunks", "--model my/model --chunk 8192"),
+    ("write it where patch, vLLM and SGLang find it", "--model FOLDER --out-in-model"),
+    ("calibrate, certify, score RULER and make a folder to publish", "--model my/model --publish to-publish"),
 )
 
 
@@ -59,6 +63,13 @@ def build_parser() -> Parser:
         "--recipe", type=Path, metavar="FILE.yaml", help="options by the names of these flags, which override them"
     )
     output = groups[OUTPUT]
+    output.add_argument(
+        "--out-in-model", action="store_true", help="write into s2o/ of the model's own folder, where it is found"
+    )
+    output.add_argument(
+        "--publish", type=Path, metavar="FOLDER", help="score RULER too, and put profile, card and README into a folder"
+    )
+    output.add_argument("--name", metavar="ORG/MODEL", help="with --publish: the model's hub id (default --model)")
     output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")
     output.add_argument("--yaml", action="store_true", help="with --dry-run: print the plan as a file for --recipe")
     output.add_argument("--list-models", action="store_true", help="print the aliases of models and stop")
@@ -91,7 +102,11 @@ def _run(flags: Flags) -> int:
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merge_options(file, {name: value for name, value in flags.items() if name in OPTIONS})
     dry_run, progress = "dry_run" in flags, "quiet" not in flags
-    recipe, device, preflight, estimate, prompts = make_plan(options, dry_run=dry_run, progress=progress)
+    recipe, device, preflight, estimate, prompts = make_plan(
+        options, dry_run=dry_run, progress=progress, in_model="out_in_model" in flags
+    )
+    if "publish" in flags:
+        _check_publishable(recipe, flags)
     if "yaml" in flags:
         print(recipe.to_yaml(), end="")
         return OK
@@ -135,11 +150,44 @@ def _run(flags: Flags) -> int:
     if result.report_failure:
         log.warning("%s", result.report_failure)
     if result.written:
+        if "publish" in flags:
+            _publish(result.recipe, flags)
         return OK
     remedy = f"{give_advice(result.problems)}, or write it all the same with --allow-regression"
     return report_failure(
         PROGRAM, NOT_PROVEN, f"the proof failed, so no profile was written ({result.problems[0]}): {remedy}"
     )
+
+
+def _check_publishable(recipe: Recipe, flags: Flags) -> None:
+    """Raise ConfigError or InputError if a profile of the recipe cannot be scored on RULER or published."""
+    from calibrate.evaluation.ruler import load_generators
+    from calibrate.report.publish import check_publishable
+
+    if recipe.random_weights or "json" in flags or not _list_ruler_lengths(recipe):
+        raise ConfigError(
+            "--publish scores a trained model on RULER above the shortest length and prints tables: leave "
+            f"--random-weights and --json out, and give --lengths of which others have {RULER_LENGTH} tokens or more"
+        )
+    check_publishable(flags.get("name", recipe.model), flags["publish"])
+    load_generators()
+
+
+def _list_ruler_lengths(recipe: Recipe) -> tuple[int, ...]:
+    # RULER's prompts are up to a seventh shorter than asked for, and below the shortest length all is dense
+    least = max(RULER_LENGTH, 1.25 * recipe.lengths[0])
+    return tuple(length for length in recipe.lengths if length >= least)
+
+
+def _publish(recipe: Recipe, flags: Flags) -> None:
+    """Score the profile of a recipe on RULER, beside it, and write the folder to publish."""
+    from calibrate.commands import evaluate, profile
+
+    scores = recipe.out.with_suffix(".ruler")
+    measured = {"model": recipe.model, "profile": [recipe.out], "device": recipe.device, "out_dir": scores}
+    evaluate.run(measured | recipe.loading | {"tasks": [RULER], "lengths": _list_ruler_lengths(recipe)})
+    published = {"profile": recipe.out, "evaluation": scores / "summary.json", "out_dir": flags["publish"]}
+    profile.publish(published | {"name": flags.get("name")})
 
 
 def give_advice(problems: Sequence[Problem]) -> str:

@@ -70,10 +70,11 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     flags = vars(build_parser().parse_args(argv))
-    return run_command(PROGRAM, flags, _run, "run the same command to continue: what was measured is kept")
+    return run_command(PROGRAM, flags, run, "run the same command to continue: what was measured is kept")
 
 
-def _run(flags: Flags) -> int:
+def run(flags: Flags) -> int:
+    """Measure what the flags ask for, write the report and return the exit code."""
     if "model" not in flags:
         raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
     if "out_dir" not in flags:

@@ -36,6 +36,10 @@ EXAMPLES = (
     ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
     ("draw every head's threshold", "plot p.safetensors"),
     ("describe a profile to others, in Markdown and HTML", "card p.safetensors"),
+    (
+        "make a folder to publish",
+        "publish p.safetensors --name my/model --evaluation summary.json --out-dir out",
+    ),
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
@@ -89,7 +93,13 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
     card = add_command("card", "A page about a profile, in Markdown and in HTML.")
     card.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
-    card.add_argument("--evaluation", type=Path, metavar="FILE", help="summary.json of s2o-eval, for RULER's line")
+    publish = add_command("publish", "A folder to publish: profile, card and README, in the layout of a model's s2o/.")
+    publish.add_argument("--out-dir", type=Path, metavar="FOLDER", required=True, help="it may hold others already")
+    publish.add_argument("--name", metavar="ORG/MODEL", help="the model's hub id (default as it was calibrated)")
+    for command in (card, publish):
+        command.add_argument(
+            "--evaluation", type=Path, metavar="FILE", help="summary.json of s2o-eval, for RULER's line"
+        )
     return out
 
 
@@ -256,20 +266,34 @@ def card(flags: Flags) -> int:
     from s2o_runtime.profile import load_profile
 
     loaded = load_profile(profile)
-    lines = _read_ruler(flags["evaluation"], profile) if "evaluation" in flags else []
+    lines = _read_ruler(flags)
     page, failure = render_html_card(loaded, profile.name, lines)
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in zip(paths, (render_card(loaded, profile.name, tasks=lines), page), strict=True):
         write_atomically(path, text.encode())
     if failure:
         log.warning("%s", failure)
+    return _report_files(flags, paths)
+
+
+def publish(flags: Flags) -> int:
+    """Write a folder to publish: a profile under its model's hub id, its card and a README."""
+    from calibrate.report.publish import publish
+
+    return _report_files(flags, publish(flags["profile"], flags.get("name"), flags["out_dir"], _read_ruler(flags)))
+
+
+def _report_files(flags: Flags, paths: Sequence[Path]) -> int:
     return _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
 
 
-def _read_ruler(path: Path, profile: Path) -> list[str]:
-    """Return what the summary of an evaluation says of a profile on RULER. Raises InputError if it says nothing."""
+def _read_ruler(flags: Flags) -> list[str]:
+    """Return what --evaluation, if it is given, says of a profile on RULER. Raises InputError if it says nothing."""
     from calibrate.evaluation.report import list_ruler
 
+    if "evaluation" not in flags:
+        return []
+    path, profile = flags["evaluation"], flags["profile"]
     try:
         lines = list_ruler(json.loads(path.read_text(encoding="utf-8")), profile)
     except (ValueError, TypeError, KeyError):  # not JSON, or another's
@@ -311,7 +335,7 @@ def _print_result(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int
     return OK
 
 
-COMMANDS = {command.__name__: command for command in (show, rebudget, retile, export, verify, plot, card)}
+COMMANDS = {command.__name__: command for command in (show, rebudget, retile, export, verify, plot, card, publish)}
 
 if __name__ == "__main__":
     sys.exit(main())

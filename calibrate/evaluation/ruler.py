@@ -75,7 +75,7 @@ def make_question(tokenizer: Any, name: str, length: int, sample: int, *, count:
     start = get_start_tokens(tokenizer)
     ids = start + encode(tokenizer, f"{row['input']}{task.delimiter}{row['gen_prefix']}")
     answers = [f"{number}. {word}" if task.numbered else word for number, word in enumerate(row["outputs"], start=1)]
-    process = _load_generators()["common_utils"].process_results
+    process = load_generators()["common_utils"].process_results
     return RulerQuestion(
         torch.tensor(ids),
         encode(tokenizer, f" {' '.join(answers)}"),
@@ -89,7 +89,7 @@ def _draw_rows(tokenizer: Any, name: str, length: int, count: int, seed: int) ->
     """Return the first `count` rows of a task, as lm_eval makes them; more of them begin with the same."""
     if length < SHORTEST:
         raise InputError(f"length {length} is too short for the task {RULER!r}: use {SHORTEST} tokens or more")
-    modules, task = _load_generators(), TASKS[name]
+    modules, task = load_generators(), TASKS[name]
     # transformers would warn of texts that are longer than the model's prompts
     encoder = partial(tokenizer, verbose=False, return_attention_mask=False)
     random.seed(f"{seed}/{name}/{length}")  # the generators take Python's and numpy's global random numbers
@@ -111,11 +111,11 @@ def _draw_rows(tokenizer: Any, name: str, length: int, count: int, seed: int) ->
 
 
 @cache
-def _load_generators() -> dict[str, Any]:
+def load_generators() -> dict[str, Any]:
     """Import lm_eval's files of RULER alone.
 
     The package itself would import its evaluator, datasets and nltk, hundreds of megabytes that these tasks do not use,
-    and try to download a part of nltk.
+    and try to download a part of nltk. Raises InputError if lm_eval or wonderwords is not installed.
     """
     found = importlib.util.find_spec("lm_eval")
     if found is None or importlib.util.find_spec("wonderwords") is None:

@@ -39,6 +39,9 @@ ALIASES: dict[str, str] = {
     "demo": str(DEMO_FOLDER),
     **json.loads((ARCHITECTURES / "aliases.json").read_text(encoding="utf-8")),
 }
+YARN = "-yarn"  # how aliases end of models that are stretched as their page says, by these RoPE parameters
+STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+STRETCHED_TO = 131072  # tokens
 TOKENIZER_FILES = "put tokenizer.json and what belongs to it beside the model's config.json"
 SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
 SUFFIX = ".gguf"
@@ -106,7 +109,7 @@ def is_gguf(name: str) -> bool:
 
 def find_shipped_config(name: str) -> Path | None:
     """Return the configuration of an alias that is part of this package."""
-    path = ARCHITECTURES / f"{name}.json"
+    path = ARCHITECTURES / f"{name.removesuffix(YARN)}.json"
     return path if name in ALIASES and path.is_file() else None
 
 
@@ -143,6 +146,9 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     with _wrap_errors(name, source):
         _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    if name in ALIASES and name.endswith(YARN):
+        config.rope_parameters = config.rope_parameters | STRETCHED
+        config.max_position_embeddings = STRETCHED_TO
     geometry(config)  # raises ModelError without full attention
     if not random_weights:
         check_quantisation(config, name)

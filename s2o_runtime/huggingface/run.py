@@ -28,7 +28,19 @@ from ..identity import (
 from ..logs import log_once
 from ..monitor.drift import DriftChoice, read_error_limits
 from ..profile import Profile, load_profile
-from ..profile.find import FoundProfile, explain_no_match, find_profiles, select_profile
+from ..profile.find import NAMED as VARIABLE
+from ..profile.find import (
+    OFF,
+    STARTED_IN,
+    FoundProfile,
+    explain_no_match,
+    find_profiles,
+    find_source_folder,
+    list_named_folders,
+    read_named,
+    select_profile,
+)
+from ..profile.find import VARIABLE as FOLDERS
 from .layers import (
     DENSE,
     STATE,
@@ -42,7 +54,6 @@ from .layers import (
     refuse_config,
 )
 
-VARIABLE = "S2O_PROFILE"
 BEYOND = "S2O_BEYOND"
 DRIFT = "S2O_DRIFT"
 STARTED = "S2O_STARTED"  # the id of the process that `s2o-run` became
@@ -55,10 +66,10 @@ attached: list[LayerState] = []  # of all layers that a profile was meant for, f
 refused: dict[str, None] = {}  # why models stayed dense, in the order in which it was said
 
 
-# The profile that S2O_PROFILE names; without one, in a program that `s2o-run` started, the profiles that
-# `s2o_runtime.profile.find` sees in its folders. None for what is not there.
-Available = tuple[Profile | None, tuple[FoundProfile, ...] | None]
+# The profile that S2O_PROFILE names; without one, as in a program that `s2o-run` started, whether one is searched for.
+Available = tuple[Profile | None, bool]
 _read: list[Available] = []  # what `read_available` returns; torch.compile can look at a list
+_candidates: dict[str, tuple[FoundProfile, ...]] = {}  # the profiles that models may get, by the models' names
 
 
 def read_available(search: bool = False) -> Available:
@@ -69,21 +80,22 @@ def read_available(search: bool = False) -> Available:
     Raises:
         ProfileError: the named profile cannot be read, was made on random weights, or names no budget for the drift
             check that S2O_DRIFT asks for.
-        ConfigError: S2O_BEYOND or S2O_DRIFT has a value that is not known, or S2O_PROFILES names no folder.
+        ConfigError: S2O_BEYOND or S2O_DRIFT has a value that is not known.
     """
     if not _read:
         read_long_prompts()
         drift = read_drift()
-        if path := os.environ.get(VARIABLE):
+        path = read_named()
+        if path is not None and path != OFF:
             try:
                 profile = load_profile(path).check_trained()
                 if drift in ("warn", "dense"):
                     read_error_limits(profile)
             except ProfileError as error:
                 raise ProfileError(f"{VARIABLE}: {error}") from error
-            _read.append((profile, None))
+            _read.append((profile, False))
         else:
-            _read.append((None, tuple(find_profiles()) if search or STARTED in os.environ else None))
+            _read.append((None, path is None and (search or STARTED in os.environ)))
     return _read[0]
 
 
@@ -100,20 +112,34 @@ def read_drift() -> DriftChoice:
 
 def find_misfit(config: Any) -> str | None:
     """Return why a model with this transformers configuration gets no profile, by its sizes alone; None if it may."""
-    named, candidates = read_available()
+    named = read_available()[0]
     try:
-        return explain_no_match(candidates or (), config) if named is None else named.explain_misfit(geometry(config))
+        return (
+            explain_no_match(_list_candidates(config), config)
+            if named is None
+            else named.explain_misfit(geometry(config))
+        )
     except (ModelError, ValueError, AttributeError) as error:  # anybody's configuration
         return str(error)
 
 
 def find_obstacle(config: Any) -> str | None:
     """Return why a model with this configuration, which could as well run SDPA, gets no profile; None if it may."""
-    if read_available() == (None, None):
-        return f"{VARIABLE} is not set"
+    if read_available() == (None, False):
+        return f"{VARIABLE} names no profile"
     if getattr(config, SOFT_CAP, None) is not None:  # SDPA does not cap scores: the model is left as it is
         return "the model caps its attention scores"
     return find_misfit(config)
+
+
+def _list_candidates(config: Any) -> tuple[FoundProfile, ...]:
+    """Return the profiles that a model may get, those in its own folder among them; files are read once for a model."""
+    name = str(getattr(config, "_name_or_path", ""))
+    if name not in _candidates:
+        if torch.compiler.is_compiling():  # a model that ran nothing eagerly has no profile
+            return ()
+        _candidates[name] = tuple(find_profiles(find_source_folder(config)))
+    return _candidates[name]
 
 
 def warn_dense(reason: str) -> None:
@@ -129,7 +155,7 @@ def attach_profile(module: nn.Module, device: torch.device) -> LayerState | None
     None if there is no profile, the module is no decoder's attention, or it was unpatched.
     """
     is_attention = hasattr(module, "layer_idx") and hasattr(module, "config")
-    if read_available() == (None, None) or is_detached(module) or not is_attention:
+    if read_available() == (None, False) or is_detached(module) or not is_attention:
         return None
     modules, states, query_heads, reason = [module], list[LayerState](), None, find_misfit(module.config)
     if reason is None:
@@ -187,9 +213,10 @@ def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tup
 
     Other weights than those of the profile that S2O_PROFILE names are a warning. Raises ProfileError if none fits.
     """
-    profile, candidates = read_available()
+    profile = read_available()[0]
     if profile is None:
-        match = select_profile(candidates or (), config, device, lambda one: find_weights_mismatch(models, one))
+        candidates = _list_candidates(config)
+        match = select_profile(candidates, config, device, lambda one: find_weights_mismatch(models, one))
         log.info("S2O takes the profile %s", match)
         return match.profile, None
     rejected = next(filter(None, map(find_offloaded, models)), None)
@@ -242,8 +269,8 @@ def build_parser() -> Parser:
     out.add_argument(
         "--profile",
         metavar="FILE",
-        help="default: what the environment variable S2O_PROFILE names, "
-        "or for each model the one that is found in the folders of S2O_PROFILES, in profiles/ or in S2O's catalogue",
+        help="default: what the environment variable S2O_PROFILE names (off: none), or for each model the one that is "
+        "found in the folders of S2O_PROFILES, in s2o/ of the model's folder, in profiles/ or in S2O's catalogue",
     )
     out.add_argument(
         "--beyond",
@@ -266,18 +293,16 @@ def build_parser() -> Parser:
 def _execute(args: argparse.Namespace) -> int:
     flags = {"S2O_PROFILE": args.profile, "S2O_BEYOND": args.beyond, "S2O_DRIFT": args.drift}
     os.environ.update({variable: value for variable, value in flags.items() if value is not None})
-    from ..profile.find import VARIABLE as FOLDERS
-    from ..profile.find import list_folders
-
     try:
         read_available()
     except ProfileError as error:
         if args.profile is None:
             raise
         raise ProfileError(f"--profile: {error.__cause__}") from error
-    environment = dict(os.environ) | {FOLDERS: os.pathsep.join(map(str, list_folders()))}  # it may go elsewhere
-    if os.environ.get(VARIABLE):
-        environment[VARIABLE] = os.path.abspath(os.environ[VARIABLE])
+    folders = os.pathsep.join(map(os.path.abspath, list_named_folders()))
+    environment = dict(os.environ) | {FOLDERS: folders, STARTED_IN: os.getcwd()}  # the program may go elsewhere
+    if (path := read_named()) is not None and path != OFF:
+        environment[VARIABLE] = os.path.abspath(path)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
     environment[STARTED] = str(os.getpid())  # which the command keeps
     if args.explain:

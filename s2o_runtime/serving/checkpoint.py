@@ -44,9 +44,12 @@ RENAMED: dict[str, Renaming] = {
     "qwen3_moe": (),
     "qwen3_next": (),
     "deepseek_v3": (),
+    "glm4_moe": (),
     "llama4_text": (),
     "gpt_oss": (),
 }
+# A layer's number: those behind the last predict further tokens (MTP), and transformers does not load them
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # One expert's matrix, which transformers stores behind and above those of the layer's other experts
 _EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
 _MERGED = {
@@ -94,7 +97,12 @@ def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
         ProfileError: a file cannot be read.
     """
     try:
-        stored = {name: tensor for name, tensor in _list_tensors(folder).items() if not name.endswith(BUFFERS)}
+        layers = getattr(get_text_config(config), "num_hidden_layers", math.inf)
+        stored = {
+            name: tensor
+            for name, tensor in _list_tensors(folder).items()
+            if not name.endswith(BUFFERS) and not ((match := _LAYER.match(name)) and int(match[1]) >= layers)
+        }
         tied = bool(getattr(get_text_config(config), "tie_word_embeddings", False))
         if not stored:
             return ()
@@ -103,19 +111,6 @@ def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
         return (hashed,) if renamed == stored else (hashed, _hash_tensors(renamed, tied))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
-
-
-def find_local_folder(model: object, revision: str | None = None) -> Path | None:
-    """Return the folder of a served model's weights, by its path or hub id; None if it is not on this machine."""
-    folder = Path(str(model))
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(model), revision=revision, local_files_only=True))
-    except (ImportError, OSError, ValueError):  # not downloaded, or by another way
-        return None
 
 
 def has_known_names(config: Any, folder: Path) -> bool:

@@ -29,7 +29,7 @@ from ..files import hash_file
 from ..monitor.counters import Counters, serve_metrics
 from ..monitor.drift import HEAD_CAP, Action, DriftChoice, DriftMonitor, check_and_limits
 from ..profile import load_profile
-from ..profile.find import find_profile
+from ..profile.find import OFF, find_profile, read_named
 from ..sequences import PagedKeys
 from ..version import __version__
 from . import fit
@@ -37,7 +37,6 @@ from .attend import exact_config
 from .batch import BatchSlice, make_call
 from .fit import NoProfile, Rank, RankProfile, Request
 
-PROFILE_VARIABLE = "S2O_PROFILE"
 Beyond = Literal["dense", "s2o"]
 Mode = Literal["s2o", "shadow"]
 
@@ -46,7 +45,7 @@ Mode = Literal["s2o", "shadow"]
 class Settings:
     """The settings of a server."""
 
-    # a file; None for the profile that `s2o_runtime.profile.find` finds for the served model
+    # a file; None for the profile that `s2o_runtime.profile.find` finds for the served model; OFF for none
     profile: Path | None = validated_field(None, Rule(Path, optional=True))
     # what prompts of more than 1.5 times the longest calibrated length run
     beyond: Beyond = validated_field("dense", Rule(str, allowed=get_args(Beyond)))
@@ -78,7 +77,7 @@ class Settings:
         for setting in section:
             if setting not in rules:
                 raise ConfigError(f'"{setting}" is not a setting of {name}: use {", ".join(sorted(rules))}')
-        given = dict(section) | {"profile": section.get("profile") or os.environ.get(PROFILE_VARIABLE) or None}
+        given = dict(section) | {"profile": section.get("profile") or read_named()}
         return cls(**{setting: rules[setting].checked(value, setting) for setting, value in given.items()})
 
 
@@ -320,14 +319,14 @@ def measure_host_flops(call: Callable[[], object], like: Tensor) -> float:
 def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str, str]:
     """Load the profile that the settings name, or one that is found, if any; return its name and digest too."""
     model, checkpoint, decode_queries = context.model_config, context.checkpoint, context.decode_queries
-    if settings.profile is not None:
+    if settings.profile not in (None, Path(OFF)):
         path, profile = settings.profile, load_profile(settings.profile)
         compared = fit.check_model(profile, model, checkpoint, fit.STRICT if settings.strict else ())
         source = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
         try:
             is_other = partial(fit.find_mismatch, config=model, checkpoint=checkpoint)
-            match = find_profile(model, context.device, is_other)
+            match = find_profile(model, context.device, is_other, checkpoint, settings.profile)
         except (ProfileError, ModelError) as error:
             return NoProfile(str(error), decode_queries), "", ""
         path, profile = match.path, match.profile

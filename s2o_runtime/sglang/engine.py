@@ -13,7 +13,7 @@ import torch
 from ..call import PLAIN
 from ..dense_reason import DenseReason
 from ..errors import ConfigError, ResourceError
-from ..serving.checkpoint import find_local_folder
+from ..profile.find import find_local_folder
 from ..serving.fit import Rank
 from ..serving.server import Process, Server, ServerContext, Settings, log_start_failures
 from ..serving.sources import find_interface_obstacle

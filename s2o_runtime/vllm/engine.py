@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..dense_reason import DenseReason
+from ..profile.find import find_local_folder
 from ..profile.record import Reads
 from ..sequences import find_page_obstacle
-from ..serving.checkpoint import find_local_folder
 from ..serving.fit import Rank
 from ..serving.server import Process, Server, ServerContext, Settings, log_start_failures
 from .backend import RequestPart, VllmApi

@@ -13,22 +13,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from calibrate.evaluation.report import list_ruler
-from calibrate.recipe import Budget, place_profile
 from calibrate.record import Record, read_record
 from calibrate.report.contents import summarise_profile
 from calibrate.report.page import render_card
+from calibrate.report.publish import file_profile
 from calibrate.report.sections import format_range, format_speedup
 from calibrate.tables import Markup, Table, escape_markdown, format_markdown
 from s2o_runtime.command_line import OK, get_exit_code, report_failure
-from s2o_runtime.errors import InputError, S2OError
+from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile
-from s2o_runtime.profile.file import serialize
 from scripts.docs.fields import between
 from scripts.docs.raw import RESULTS, raw
 
@@ -64,46 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return OK
 
 
-def file_profile(profile_path: Path, catalogue: Path, name: str | None = None) -> Path:
-    """Copy a profile to where `s2o-calibrate` would write it below a catalogue.
-
-    Args:
-        profile_path: the file of a profile.
-        catalogue: a folder.
-        name: what its model is called in the copy, such as a hub id where it was calibrated from a folder; None for
-            the name that it has.
-
-    Raises:
-        ProfileError: the file is no profile.
-        InputError: the profile has no budget in its record.
-    """
-    profile, data = load_profile(profile_path), profile_path.read_bytes()
-    if name is not None:
-        profile = replace(profile, model_name=name)
-        data = serialize(profile.validate())
-    budget = read_record(profile).budget
-    if budget is None or budget.kind is None or budget.value is None:
-        raise InputError(
-            f"{profile_path} does not say what its budget is, which its file in a catalogue is named by: "
-            "calibrate it again"
-        )
-    copy = place_profile(profile.model_name, profile.device.name, Budget(budget.kind, budget.value), catalogue)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(copy, data)
-    return copy
-
-
 def overviews(catalogue: Path) -> dict[Path, str]:
     """The texts that follow from the profiles in a catalogue: each profile's card, the index, and the README."""
     paths = sorted(catalogue.glob("*/*/*.safetensors"))
     entries = [_entry(catalogue, path) for path in paths]
-    profiles = {path: load_profile(path) for path in paths}
     evaluations = [raw(path.name) for path in sorted(RESULTS.glob("eval-*.json"))]
-    tasks = {path: [line for evaluation in evaluations for line in list_ruler(evaluation, path)] for path in paths}
-    cards = {
-        path.with_suffix(".md"): render_card(profile, path.name, ORIGINS.get(profile.model_name, ""), tasks[path])
-        for path, profile in profiles.items()
-    }
+    cards = {}
+    for path in paths:
+        profile = load_profile(path)
+        tasks = [line for evaluation in evaluations for line in list_ruler(evaluation, path)]
+        origin = ORIGINS.get(profile.model_name, "")
+        cards[path.with_suffix(".md")] = render_card(profile, path.name, origin, tasks)
     table = format_markdown(Table(NAMES, [_cells(entry) for entry in entries], align="l"))
     readme = (catalogue / README).read_text(encoding="utf-8")
     return cards | {

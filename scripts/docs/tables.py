@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 from calibrate.evaluation import plan
 from calibrate.recipe import OPTIONS
@@ -42,11 +43,12 @@ CERTIFIED = {  # of budgets of errors
     "calibrate-demo-h200.json": "the demo model",
 }
 CALIBRATIONS = {
-    "calibrate-qwen2.5-coder-1.5b-windows-h200.json": "Qwen2.5-Coder-1.5B",
+    "calibrate-qwen2.5-coder-1.5b-2e-3-h200.json": "Qwen2.5-Coder-1.5B",
     "calibrate-qwen2.5-coder-1.5b-yarn-h200.json": "Qwen2.5-Coder-1.5B (YaRN)",
     "calibrate-smollm2-kl-h200.json": "SmolLM2-135M",
-    "calibrate-demo-kl-h200.json": "the demo model",
+    "calibrate-demo-kl-timed-again-h200.json": "the demo model",
 }
+EVERY_LAYER = "bench-methods-qwen2.5-coder-1.5b-2e-3-h200.json", "Qwen2.5-Coder-1.5B"
 SERVED = {  # time to the first token: the model, its query heads times head_dim, and the weights of a layer
     "first-token-demo-h100.json": ("demo", 8 * 128, 1.05e6),
     "first-token-qwen2.5-coder-1.5b-yarn-h100.json": ("Qwen2.5-Coder-1.5B (YaRN)", 12 * 128, 46.8e6),
@@ -102,7 +104,12 @@ def crossovers() -> str:
     ]
     for name, model in CALIBRATIONS.items():
         calibration = raw(name)
-        prefills = {entry["length"]: _prefill(entry) for entry in calibration["lengths"]}
+        entries = {entry["length"]: entry for entry in calibration["lengths"]}
+        # This calibration took dense attention's time from one layer, 8% too long at 32768 tokens; the bench timed all.
+        for bench in benches(*EVERY_LAYER) if model == EVERY_LAYER[1] else ():
+            entry = entries[bench.length]
+            entry["dense_prefill_seconds"] += bench.dense - entry["dense_attention_seconds"]
+        prefills = {length: _prefill(entry) for length, entry in entries.items()}
         options = "--budget-{kind} {value:g}".format(**calibration["budget"]).replace("_", "-")
         rows.append([f"prefill of {model} with {options} (dense layers)", *(prefills.get(n, "-") for n in lengths)])
     shares: dict[str, dict[int, float]] = {}
@@ -119,15 +126,15 @@ def _speedup(entry: AttentionEntry, target: float | str) -> str:
     return f"{entry.dense.seconds.median / row.seconds.median:.2f}x"
 
 
-def _prefill(entry: Mapping[str, object]) -> str:
-    layers: Sequence[Mapping[str, float]] = entry["layers"]  # type: ignore[assignment]
+def _prefill(entry: Mapping[str, Any]) -> str:
+    layers = entry["layers"]
     dense = sum(layer["density"] == 1.0 for layer in layers)
     return f"{_times(entry)} ({dense} of {len(layers)})"
 
 
-def _times(entry: Mapping[str, object]) -> str:
+def _times(entry: Mapping[str, Any]) -> str:
     """Return how many times faster a whole prefill became."""
-    return f"{entry['dense_prefill_seconds'] / entry['prefill_seconds']:.2f}x"  # type: ignore[operator]
+    return f"{entry['dense_prefill_seconds'] / entry['prefill_seconds']:.2f}x"
 
 
 def speed() -> str:

@@ -2,8 +2,10 @@
 
 import errno
 import json
+import logging
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -12,17 +14,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from calibrate import pipeline
 from calibrate.commands import calibrate as commands
+from calibrate.commands import evaluate, profile
 from calibrate.commands.calibrate import main
+from calibrate.evaluation import ruler
 from calibrate.machine import wrap_write_errors
 from calibrate.model.models import ALIASES
 from calibrate.proof.state import Problem, ProblemKind
 from calibrate.proof.verify import Prover
 from calibrate.report import contents, figures, page, sections
-from s2o_runtime import load_profile
+from s2o_runtime import load_profile, patch
 from support.models import SIZES
 from support.pages import ROOT
 from support.processes import called, refusal
@@ -90,6 +94,62 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(calibrate_tiny
     assert calibrate_tiny("--out", "no.safetensors", "--allow-regression").returncode == 0
     record = load_profile(tmp_path / "no.safetensors").record
     assert (record["proof"], record["problems"]) == ("failed", [lost])
+
+
+@pytest.mark.slow(reason="calibrates a tiny model")
+def test_a_profile_in_the_models_folder_is_all_that_is_written_and_is_found(command, tiny_folder, tmp_path, caplog):
+    """Loaders read every .safetensors beside the weights, none in a folder."""
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    before = {path: path.read_bytes() for path in folder.rglob("*")}
+    flags = "--lengths 256 --segments 64 --trials 1 --num-prompts 1 --num-held-out 1 --num-certify 0 --device cpu"
+    outcome = command("--model", folder, *flags.split(), "--budget-rel-mse", "1e-2", "--quiet", "--out-in-model")
+    assert outcome.returncode == 0, outcome.stderr
+    written = folder / "s2o" / "cpu" / "rel-mse-0.01.safetensors"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if "s2o" not in path.parts} == before
+    assert [path for path in tmp_path.rglob("*.safetensors") if path not in before] == [written]
+    assert list(tmp_path.iterdir()) == [folder]
+    caplog.set_level(logging.INFO, logger="s2o_runtime")  # which the command has no use for
+    patch(AutoModelForCausalLM.from_pretrained(folder))
+    assert f"S2O takes the profile {written} of " in caplog.text
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    ("org/model", "but org/model is no folder: hf download it with --local-dir FOLDER and give that, or give --out"),
+    ("models--org--model/snapshots/0", "is a folder of the Hub's cache: hf download it with"),
+    ("/proc", "--out-in-model /proc/s2o/profile cannot be written ("),
+])  # fmt: skip
+def test_only_a_folder_of_ones_own_takes_a_profile(model, message, command, tmp_path):
+    (tmp_path / "models--org--model" / "snapshots" / "0").mkdir(parents=True)
+    for more, said in (([], message), (["--out", "p"], "--out p and --out-in-model are both given: choose one")):
+        assert said in refusal(command("--model", model, "--out-in-model", *GOOD[2:], *more), "s2o-calibrate")
+
+
+def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkeypatch):
+    """Each command takes what the one before it wrote; what cannot be published is refused before it is measured."""
+    flags, ran = [*GOOD[:-4], "--lengths", "512,8192", "--device", "cpu", "--out", "p.safetensors", "--quiet"], []
+
+    def calibrate(recipe, **_):
+        recipe.out.touch()
+        return SimpleNamespace(report=None, written=True, report_failure="", report_files=(), recipe=recipe)
+
+    monkeypatch.setattr(commands, "run", calibrate)
+    monkeypatch.setattr(ruler, "load_generators", lambda: None)
+    monkeypatch.setattr(evaluate, "run", lambda flags: ran.append(evaluate._make_plan(flags)))
+    monkeypatch.setattr(profile, "publish", ran.append)
+    outcome = command(*flags, "--publish", "out", "--name", "org/model")
+    assert outcome.returncode == 0, outcome.stderr
+    plan, published = ran
+    assert (plan.model, plan.tasks, plan.lengths) == ("demo", ("ruler",), (8192,))
+    assert plan.profiles == (published["profile"],) == (Path("p.safetensors"),)
+    assert published["evaluation"] == plan.out / "summary.json"
+    assert (published["name"], published["out_dir"]) == ("org/model", Path("out"))
+    monkeypatch.setattr(commands, "run", None)
+    for more, message in (
+        (["--lengths", "8192", "--name", "org/model"], "scores a trained model on RULER above the shortest length"),
+        (["--json", "--name", "org/model"], "and prints tables: leave --random-weights and --json out"),
+        ([], "demo is not the hub id of a model, which its profile is published under: give --name ID"),
+    ):
+        assert message in refusal(command(*flags, "--publish", "out", *more), "s2o-calibrate")
 
 
 def test_dry_run_prints_the_plan_and_stops(command, plan_of, tmp_path):
@@ -211,7 +271,7 @@ def test_what_ends_a_run_is_one_sentence(happens, code, said, command, monkeypat
 # of values that no option takes, test_options.py and test_recipe.py have the rest
 BAD_INPUT = [
     ("--model", "qwen2.5-7bb", "model 'qwen2.5-7bb' is not known: did you mean qwen2.5-7b"),
-    ("--model", "qwen3-8b", "model 'qwen3-8b' is not known: s2o-calibrate --list-models lists the aliases"),
+    ("--model", "phi-4", "model 'phi-4' is not known: s2o-calibrate --list-models lists the aliases"),
     ("--model", "./nope", "./nope does not exist: check the path"),
     ("--model", "bad.jsonl", "model bad.jsonl is a file that is no GGUF file: give a folder"),
     ("--model", "zzz", "A local folder or a hub id (org/name) works too"),

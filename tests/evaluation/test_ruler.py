@@ -41,7 +41,7 @@ def tokenizer():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "RandomWord", FewWords)
-        ruler._load_generators()
+        ruler.load_generators()
     assert not [name for name in sys.modules if name.startswith(ruler.PACKAGE)]
     return load_tokenizer("demo")
 
@@ -78,7 +78,7 @@ def test_what_has_no_prompts_is_refused(tokenizer, tiny_folder, monkeypatch):
     assert {*ruler.INSTALL.split()[3:]} <= {*(ROOT / "constraints.txt").read_text().splitlines()}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs lm_eval and wonderwords, .*: pip install --no-deps lm_eval==0.4.13 w"):
-        ruler._load_generators.__wrapped__()
+        ruler.load_generators.__wrapped__()
 
 
 def test_an_answer_ends_where_it_is_whole_or_the_model_ends_it(demo, monkeypatch):

@@ -31,7 +31,7 @@ from support.tiny import QUICKEST, save_tiny, tiny_tokenizer
 PROMPTS = [torch.randint(8, 120, (90,), generator=torch.Generator().manual_seed(1))]
 RENAMED = (  # models with images or experts, whose checkpoints name or part weights otherwise than transformers does
     "llama4", "qwen2-moe", "qwen2.5-vl", "qwen3-moe", "qwen3-next", "qwen3-vl", "mistral3", "mixtral", "gemma3-vision",
-    "gpt-oss", "deepseek-v3",
+    "gpt-oss", "deepseek-v3", "glm4-moe",
 )  # fmt: skip
 PLAIN = pytest.mark.slow(reason="text without experts: stored as in llama")
 STREAMED = ("gemma3", "lfm2", "llama4", "cohere2", "granite")  # with layers of several kinds, or scaled logits

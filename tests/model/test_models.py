@@ -30,10 +30,21 @@ PUBLISHED = {  # geometry and parameters in billions, as the models' pages say
     "llama-3.2-3b": (Geometry("llama", 28, 24, 8, 128), 3.21),
     "gemma-3-12b": (Geometry("gemma3_text", 8, 16, 8, 256, *FIVE_OF_SIX), 11.77),
     "gpt-oss-20b": (Geometry("gpt_oss", 12, 64, 8, 64, *EVERY_OTHER), 20.91),
+    "gpt-oss-120b": (Geometry("gpt_oss", 18, 64, 8, 64, tuple(range(1, 36, 2)), (("sliding_attention", 18),)), 116.83),
     "qwen3-30b-a3b": (Geometry("qwen3_moe", 48, 32, 4, 128), 30.53),
+    "qwen3-4b": (Geometry("qwen3", 36, 32, 8, 128), 4.02),
+    "qwen3-8b": (Geometry("qwen3", 36, 32, 8, 128), 8.19),
+    "qwen3-14b": (Geometry("qwen3", 40, 40, 8, 128), 14.77),
+    "qwen3-32b": (Geometry("qwen3", 64, 64, 8, 128), 32.76),
+    "qwen3-32b-yarn": (Geometry("qwen3", 64, 64, 8, 128), 32.76),
+    "llama-3.3-70b": (Geometry("llama", 80, 64, 8, 128), 70.55),
+    "mistral-small-3.1-24b": (Geometry("mistral", 40, 32, 8, 128), 23.57),
+    "glm-4.5-air": (Geometry("glm4_moe", 46, 96, 8, 128), 106.85),
 }
-POSITIONS = {"qwen3-30b-a3b": 262144}
-THETA = {"gemma-3-12b": 1e6, "gpt-oss-20b": 150000, "qwen3-30b-a3b": 1e7}
+POSITIONS = {"qwen3-30b-a3b": 262144} | dict.fromkeys(("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"), 40960)
+POSITIONS |= {"qwen3-32b-yarn": 131072}
+THETA = {"gemma-3-12b": 1e6, "gpt-oss-20b": 150000, "gpt-oss-120b": 150000, "qwen3-30b-a3b": 1e7}
+THETA |= {"mistral-small-3.1-24b": 1e9, "glm-4.5-air": 1e6}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -48,6 +59,7 @@ def test_the_sizes_are_the_published_ones(name, offline):
     assert all(buffer.dtype == torch.float32 for key, buffer in model.named_buffers() if "inv_freq" in key)
     assert config.max_position_embeddings == POSITIONS.get(name, 32768 if name.startswith("qwen") else 131072)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert (rope["rope_type"] == "yarn") == (name.endswith("yarn") or name.startswith("gpt-oss"))
     assert rope["rope_theta"] == THETA.get(name, 1e6 if name.startswith("qwen") else 5e5)
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from calibrate.commands import calibrate as cli
 from calibrate.commands import profile as profile_cli
@@ -21,7 +22,9 @@ from calibrate.record import read_record
 from calibrate.report import figures
 from calibrate.report.page import render_card
 from s2o_runtime.config import HeadConfig, StopRule
+from s2o_runtime.identity import CONFIG
 from s2o_runtime.profile import load_profile, save_profile
+from s2o_runtime.profile.find import find_profiles
 from support.artefacts import shared
 from support.golden_profiles import field_paths, minimal, path_of
 from support.pages import DEMO_PROFILE
@@ -205,6 +208,26 @@ def test_verify_makes_the_proof_again(calibrated, run):
     assert (answers["second_turn"] < 0.1, answers["noise"]) == (True, None)
 
 
+def test_a_folder_to_publish_has_all_profiles_of_a_model_under_its_name(run, tmp_path):
+    """And is found when its s2o/ is copied beside the model's weights."""
+    for kind in ("mse", "rel_mse"):
+        record = {"budget": {"kind": kind, "value": 1e-3}, "recipe": {"model": "/home/me/model"}}
+        profile = dataclasses.replace(minimal(), record=record, fingerprint=f"{'0' * 64}{CONFIG}{{}}")
+        save_profile(profile, tmp_path / "p.safetensors")
+        flags = ["--name", "org/model", "--out-dir", tmp_path / "to"]
+        _, written = run("publish", tmp_path / "p.safetensors", *flags, "--json")
+        assert len(written["files"]) == 3
+    found = [candidate for candidate in find_profiles(tmp_path / "to") if tmp_path in candidate.path.parents]
+    assert sorted(one.path.stem for one in found) == ["mse-0.001", "rel-mse-0.001"]
+    assert {(one.profile.model_name, one.profile.record["recipe"]["model"]) for one in found} == {("org/model",) * 2}
+    readme = (tmp_path / "to" / "README.md").read_text()
+    assert yaml.safe_load(readme.split("---")[1])["base_model"] == "org/model"
+    for one in found:
+        card = one.path.with_suffix(".md")
+        assert f"]({card.relative_to(tmp_path / 'to')}), proof: " in readme
+        assert card.read_text() == render_card(one.profile, one.path.name)
+
+
 def careless(profile):
     """The same with heads that skip too much."""
     heads = (HeadConfig(1e6, 256),) * 8
@@ -350,6 +373,12 @@ BAD_INPUT = [
     ("verify mse-1.safetensors --model demo --device cpu --seed 5", "is not certified"),
     ("rebudget FULL", "needs the new budget: give --budget-mse or --budget-rel-mse"),
     ("rebudget FULL --budget-rel-mse 1e-2 --ceiling-rel-mse 1e-3", "ceiling_rel_mse 0.001 goes with"),
+    ("publish FULL --name org/model --out-dir to", "was calibrated on random weights"),
+    (
+        "publish mse-1.safetensors --out-dir to",
+        "is not the hub id of a model, which its profile is",
+    ),
+    ("publish mse-1.safetensors --name org/model --out-dir to", "does not say what its budget is"),
     ("plot FULL --out none/p.png", "cannot be written or read (No such file or directory)"),
     ("card FULL --shelf", "unrecognized arguments: --shelf"),
     ("", "the following arguments are required: COMMAND"),

@@ -49,7 +49,9 @@ def test_a_profile_is_filed_by_model_device_and_budget(tmp_path, capsys):
         assert catalogue.main([str(shipped), "--folder", str(tmp_path), *options]) == 0
     copy, renamed = (tmp_path / model / "cpu" / shipped.name for model in ("demo", "org-model-1"))
     assert copy.read_bytes() == shipped.read_bytes()
-    assert load_profile(renamed) == dataclasses.replace(load_profile(shipped), model_name="org/Model-1")
+    profile, name = load_profile(shipped), "org/Model-1"
+    record = profile.record | {"recipe": profile.record["recipe"] | {"model": name}}
+    assert load_profile(renamed) == dataclasses.replace(profile, model_name=name, record=record)
     copy.unlink()
     assert catalogue.main(["--folder", str(tmp_path)]) == 0
     readme = (tmp_path / "README.md").read_text()

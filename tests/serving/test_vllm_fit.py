@@ -158,11 +158,12 @@ def checkpoint(folder, **more):
 
 
 def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
-    """Without what a checkpoint may have and its model not: the head that is tied, and frequencies."""
+    """Without what its model has not: the head that is tied, frequencies, layers that predict further tokens."""
     expected = (checkpoint(tmp_path / "plain"),)
     tied, untied = served(tie_word_embeddings=True), served()
     assert hash_checkpoint(tmp_path / "plain", untied) == expected
     more = {"lm_head.weight": torch.ones(40, 8), "model.layers.0.rotary_emb.inv_freq": torch.ones(4)}
+    more["model.layers.2.eh_proj.weight"] = torch.ones(4)
     checkpoint(tmp_path / "more", **more)
     assert hash_checkpoint(tmp_path / "more", tied) == expected
     assert hash_checkpoint(tmp_path / "more", untied) != expected

@@ -69,9 +69,10 @@ _QWEN_WINDOW = {"use_sliding_window": True, "max_window_layers": 1, "sliding_win
 _DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
 _DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _SHARED = _EXPERTS | {"shared_expert_intermediate_size": 32}
-_LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
-_LATENT |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
-_LATENT |= {"num_key_value_heads": 4, "moe_intermediate_size": 32, "head_dim": ...}
+_ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
+_ROUTED |= {"moe_intermediate_size": 32}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+_LATENT |= _ROUTED | {"num_key_value_heads": 4, "head_dim": ...}
 _CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}
 _CHUNKS |= {"num_local_experts": 4, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0]}
 _PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -113,6 +114,7 @@ CASES = {
     "seed-oss": Case("seed_oss"),
     "starcoder2": Case("starcoder2", {"sliding_window": None}),
     "deepseek-v3": Case("deepseek_v3", _LATENT, (RUNS, RUNS)),
+    "glm4-moe": Case("glm4_moe", _ROUTED),
     "lfm2": Case("lfm2", {"layer_types": ["conv", "full_attention"]}, (CONVOLUTION, RUNS), broken=OLD and "a cache"),
 }
 RUNNING = [name for name, case in CASES.items() if case.runs]

@@ -10,6 +10,7 @@ def forget():
     """Return what this process knows of S2O_PROFILE and of the models that got it."""
     logs.log_once.cache_clear()
     run._read.clear()
+    run._candidates.clear()
     run.attached.clear()
     run.refused.clear()
     layers.paths_taken.clear()

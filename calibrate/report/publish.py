@@ -1,0 +1,94 @@
+"""A folder to publish: a profile under its model's hub id, its card, and a README with the Hub's metadata."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from calibrate.machine import check_output
+from calibrate.model.models import ALIASES
+from calibrate.recipe import Budget, place_profile
+from calibrate.report.contents import summarise_profile
+from calibrate.report.page import render_card, render_readme
+from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.files import IN_MODEL, write_atomically
+from s2o_runtime.profile import load_profile
+from s2o_runtime.profile.file import serialize
+from s2o_runtime.profile.record import read_budget
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def check_publishable(name: str, root: Path) -> str:
+    """Return the hub id that a model is published under, by itself or by its alias, in a folder.
+
+    Raises ConfigError if it has none, or the folder's README cannot be written.
+    """
+    check_output("--out-dir", root / "README.md")
+    hub_id = ALIASES.get(name, name)
+    if not HUB_ID.fullmatch(hub_id) or Path(hub_id).exists():
+        raise ConfigError(f"{name} is not the hub id of a model, which its profile is published under: give --name ID")
+    return hub_id
+
+
+def file_profile(
+    profile_path: Path,
+    root: Path,
+    name: str | None = None,
+    folder: str | None = None,
+) -> Path:
+    """Copy a profile to where `s2o-calibrate` would write it below a folder.
+
+    Args:
+        profile_path: the file of a profile.
+        root: a folder, such as a catalogue.
+        name: what its model is called in the copy, such as a hub id where it was calibrated from a folder; None for
+            the name that it has.
+        folder: the folder of the model in `root`; None for one by the model's name.
+
+    Raises:
+        ProfileError: the file is no profile.
+        InputError: the profile has no budget in its record.
+    """
+    profile, data = load_profile(profile_path), profile_path.read_bytes()
+    if name is not None:
+        recipe = {**profile.record.get("recipe", {}), "model": name}  # which may have been a path on somebody's disk
+        profile = replace(profile, model_name=name, record={**profile.record, "recipe": recipe})
+        data = serialize(profile.validate())
+    kind, value, *_ = read_budget(profile.record)
+    if kind is None or value is None:
+        raise InputError(
+            f"{profile_path} does not say what its budget is, which its file in a catalogue is named by: "
+            "calibrate it again"
+        )
+    copy = place_profile(folder or profile.model_name, profile.device.name, Budget(kind, value), root)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(copy, data)
+    return copy
+
+
+def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[str]) -> list[Path]:
+    """Write a profile of trained weights with its card below `s2o` of a folder, and the folder's README.
+
+    Earlier profiles of the folder, for other GPUs or budgets, stay and are listed.
+
+    Args:
+        profile_path: the file of a profile.
+        name: the hub id of its model; None for the one of the name that it was calibrated with.
+        root: the folder.
+        tasks: sentences on what an evaluation of the profile found, for its card.
+
+    Raises what `check_publishable` and `file_profile` do, and ProfileError if the profile is of random weights.
+    """
+    profile = load_profile(profile_path).check_trained()
+    name = check_publishable(name or profile.model_name, root)
+    copy = file_profile(profile_path, root, name, IN_MODEL)
+    card, readme = copy.with_suffix(".md"), root / "README.md"
+    write_atomically(card, render_card(load_profile(copy), copy.name, tasks=tasks).encode())
+    profiles = {}
+    for path in sorted(root.glob(f"{IN_MODEL}/*/*.safetensors")):
+        profiles[path.relative_to(root).with_suffix(".md")] = summarise_profile(load_profile(path))
+    write_atomically(readme, render_readme(name, profiles).encode())
+    return [copy, card, readme]
