@@ -4,18 +4,18 @@
     python -m scripts.bench.first_token --model demo --profile profiles/demo/nvidia-h200/rel-mse-0.001.safetensors
     python -m scripts.bench.first_token --model llama-3.1-8b --density 0.25 --chunks 2048,8192
 
-Each engine runs in a process of its own, with a part of the GPU's memory. Both read the same prompts in turns, one at
-a time, so that what else the machine does meets both; with CUDA graphs, torch.compile and the prefix cache, as a server
+Each engine runs in a process of its own, with half of the GPU's memory. Both read the same prompts in turns, one at a
+time, so that what else the machine does meets both; with CUDA graphs, torch.compile and the prefix cache, as a server
 does by default. The cache is emptied before a prompt that is not to hit it. S2O runs without its drift check. The first
 prompts of a kind are not counted: they may include compiling, and S2O records launches in the second to the fourth of
 like calls, to replay them from then on. All chunks are timed in one engine, which is started for the largest.
 
 Beside whole prompts of --lengths there are an agent's turns: --new tokens behind --cached ones, as far as they fit the
-longest of --lengths. "stock / S2O" is the median over turns of both engines, each
-turn with one prompt, and in parentheses an interval that holds it with 95% confidence (94% of five turns): where that
-is all below 1, S2O is slower.
+longest of --lengths. Ratios are medians over turns, each turn with one prompt, and in parentheses an interval that
+holds it with 95% confidence (94% of five turns): where that is all below 1, S2O is slower.
 
---control starts the stock engine twice: by as much as these two differ, any two processes of this machine do.
+S2O's engine reads each prompt once more, as a request that opts out of S2O, which the stock backend computes in the
+same process: "off / S2O" and its verdict are free of what differs between two processes. "stock / off" is just that.
 
 With --profile each engine is asked for eight codes that are hidden in a text of the longest length.
 With --density vLLM draws weights for the model's sizes, prompts are random tokens, and the profile is written here.
@@ -62,7 +62,7 @@ from scripts.bench.calls import device_tile
 from scripts.bench.schema import ResultFile, Spread, write
 
 NAME = "scripts.bench.first_token"
-STOCK, S2O, AGAIN = "stock", "S2O", "stock again"
+STOCK, S2O, OFF = "stock", "S2O", "S2O off"  # the last: requests to S2O's engine that opt out of it
 MEMORY = 0.88  # of the GPU, for all engines
 LONG = 65536  # new tokens of a prompt: those of half as many are timed twice as often, up to eight times
 NEEDLES, NEEDLE_TOKENS = 8, 16  # codes that are asked for, and tokens of an answer
@@ -148,7 +148,6 @@ def parser(name: str = NAME, doc: str | None = __doc__) -> common.Parser:
     add("--new", "512,2048,8192", "tokens behind them", type=common.int_list("512,2048"), metavar="N,N")
     add("--repeats", 5, "long prompts of each kind that are timed", type=int, metavar="N")
     add("--uncounted", 4, "prompts of each kind that are read before those", type=int, metavar="N")
-    out.add_argument("--control", action="store_true", help="start the stock engine twice")
     out.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts sooner")
     common.add_machine(add, f"bench_{name.rpartition('.')[2]}.json")
     return out
@@ -180,7 +179,7 @@ def start_engines(args: argparse.Namespace) -> Iterator[dict[str, Remote]]:
     check(args)
     os.environ.update(VARIABLES)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        engines = {name: Remote(name, args, Path(folder) / name) for name in names_of(args)}
+        engines = {name: Remote(name, args, Path(folder) / name) for name in (STOCK, S2O)}
         for engine in engines.values():  # one behind the other: each looks at how much memory is free
             stack.enter_context(engine)
         yield engines
@@ -191,11 +190,6 @@ def list_kinds(args: argparse.Namespace) -> list[PromptKind]:
     sizes = [(cached + new, chunk, cached) for cached, new, chunk in product(args.cached, args.new, args.chunks)]
     turns = [PromptKind(length, chunk, hit / length) for length, chunk, hit in sizes if length <= args.lengths[-1]]
     return [PromptKind(*size, 0.0) for size in product(args.lengths, args.chunks)] + turns
-
-
-def names_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """The engines, in the order in which they are started."""
-    return (STOCK, S2O, AGAIN) if args.control else (STOCK, S2O)
 
 
 def file_of(args: argparse.Namespace, s2o: Remote, rows: list[FirstTokens], **more: Any) -> FirstTokenFile:
@@ -284,21 +278,27 @@ class Served:
 
             self.llm = vllm.LLM(**engine_options(engine, args, folder))
 
-    def prepare(self, chunk: int, cached: list[list[int]]) -> None:
-        """Read prompts in such chunks from now on, with these prefixes and no others in the cache."""
+    def prepare(self, chunk: int, cached: list[list[int]], off: bool = False) -> None:
+        """Read prompts in such chunks from now on, with these prefixes and no others in the cache.
+
+        off: with what requests that opt out of S2O find there, too.
+        """
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler  # the engine is in this process
         scheduler.max_num_scheduled_tokens = chunk  # at most those that it is started for
         self.llm.reset_prefix_cache()
-        for prefix in cached:
-            self.read(prefix, reset=False)
+        for prefix, opts_out in product(cached, (False, True) if off else (False,)):
+            self.read(prefix, False, opts_out)
 
-    def read(self, prompt: list[int], reset: bool) -> tuple[float, int, int]:
-        """Seconds to the first token of a prompt, tokens of it that were cached, and the token. reset: the cache."""
+    def read(self, prompt: list[int], reset: bool, off: bool) -> tuple[float, int, int]:
+        """Seconds to the first token of a prompt, tokens of it that were cached, and the token.
+
+        reset: the cache, before. off: the request opts out of S2O.
+        """
         with failures(self.engine):
             if reset:
                 self.llm.reset_prefix_cache()
             began = time.perf_counter()
-            (output,) = answer(self.llm, [prompt])
+            (output,) = answer(self.llm, [prompt], off=off)
             seconds = time.perf_counter() - began
             return seconds, int(output.num_cached_tokens or 0), int(output.outputs[0].token_ids[0])
 
@@ -378,16 +378,17 @@ def failures(engine: str) -> Iterator[None]:
 def first_tokens_of(
     engines: dict[str, Remote], kind: PromptKind, text: Text, args: argparse.Namespace
 ) -> list[FirstTokens]:
-    """Time one kind of prompt in both engines, in turns."""
+    """Time one kind of prompt in both engines, in S2O's also without S2O, in turns."""
     shared = text.tokens(round(kind.hit * kind.length))
-    for engine in engines.values():
-        engine.call("prepare", kind.chunk, [shared] if shared else [])
-    reads: dict[str, list[tuple[float, int, int]]] = {name: [] for name in engines}
+    for name, engine in engines.items():
+        engine.call("prepare", kind.chunk, [shared] if shared else [], name == S2O)
+    reads: dict[str, list[tuple[float, int, int]]] = {name: [] for name in (STOCK, S2O, OFF)}
     repeats = args.repeats * max(1, min(8, LONG // (kind.length - len(shared))))  # a short one's host time varies
     for turn in range(args.uncounted + repeats):
         prompt = [*shared, *text.tokens(kind.length - len(shared))]
-        for name in sorted(engines, reverse=bool(turn % 2)):
-            reads[name].append(engines[name].call("read", prompt, not shared))
+        for name in sorted(reads, reverse=bool(turn % 2)):
+            engine = engines[S2O if name == OFF else name]
+            reads[name].append(engine.call("read", prompt, not shared, name == OFF))
     rows = []
     for name, of_engine in reads.items():
         seconds, cached, answers = (list(values) for values in zip(*of_engine, strict=True))
@@ -398,11 +399,12 @@ def first_tokens_of(
     return rows
 
 
-def answer(llm: Any, prompts: Sequence[list[int]], tokens: int = 1) -> Any:
-    """vLLM's outputs for some prompts, so many tokens each."""
+def answer(llm: Any, prompts: Sequence[list[int]], tokens: int = 1, off: bool = False) -> Any:
+    """vLLM's outputs for some prompts, so many tokens each. off: the requests opt out of S2O."""
     import vllm
 
-    parameters = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False)
+    extra = {"s2o": "off"} if off else None
+    parameters = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False, extra_args=extra)
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
 
 
@@ -420,7 +422,7 @@ def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[
         "enforce_eager": args.eager,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
-        "gpu_memory_utilization": MEMORY / len(names_of(args)),
+        "gpu_memory_utilization": MEMORY / 2,
     }
     if args.device == "cuda":
         options["attention_backend"] = "FLASH_ATTN"
@@ -488,19 +490,27 @@ def report(file: FirstTokenFile) -> None:
     rows = {(row.engine, row.kind): row for row in file.rows}
     cells = []
     for kind in dict.fromkeys(row.kind for row in file.rows):
-        stock, s2o = rows[STOCK, kind], rows[S2O, kind]
+        stock, s2o, off = (rows[name, kind] for name in (STOCK, S2O, OFF))
         alike = sum(a == b for a, b in zip(stock.answers, s2o.answers, strict=True))
-        medians = [f"{row.seconds.median * 1e3:.1f}" for row in (stock, s2o)]
-        ratio, low, high = compare_turns(stock.turns, s2o.turns)
+        medians = [f"{row.seconds.median * 1e3:.1f}" for row in (stock, off, s2o)]
+        ratio, low, high = compare_turns(off.turns, s2o.turns)
         verdict = "faster" if low > 1 else "slower" if high < 1 else "alike"
-        again = rows.get((AGAIN, kind))
         first = [f"{row.first_seconds * 1e3:.0f}" for row in (stock, s2o)]
         numbers = [str(kind.length), str(kind.chunk), str(s2o.cached)]
-        noise = "-" if again is None else f"{compare_turns(stock.turns, again.turns)[0]:.2f}x"
+        noise = f"{compare_turns(stock.turns, off.turns)[0]:.2f}x"
         interval = f"{ratio:.2f}x ({low:.2f} to {high:.2f})"
         cells.append([*numbers, *medians, interval, verdict, noise, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
-    times = ("stock, ms", "S2O, ms", "stock / S2O", "S2O is", "stock / again", "first stock, ms", "first S2O, ms")
+    times = (
+        "stock, ms",
+        "off, ms",
+        "S2O, ms",
+        "off / S2O",
+        "S2O is",
+        "stock / off",
+        "first stock, ms",
+        "first S2O, ms",
+    )
     names = ("tokens", "chunk", "cached", *times, "same token")
     print_table(Table(names, cells, title), open_console())
     for engine, right in file.needles.items():

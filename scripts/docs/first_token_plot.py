@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from scripts.bench.first_token import S2O, STOCK, FirstTokenFile, FirstTokens, compare_turns
+from scripts.bench.first_token import OFF, S2O, STOCK, FirstTokenFile, FirstTokens, compare_turns
 from scripts.docs.raw import RESULTS, result_file
 
 PICTURE = RESULTS / "first-token.svg"
@@ -40,16 +40,17 @@ KINDS = {"cold": "cold prompt", "turn": f"turn of {TURN} tokens"}  # which is be
 
 
 class EnginePair(NamedTuple):
-    """Both engines at one length."""
+    """Both engines at one length; off: S2O's with requests that opt out of it, the stock one in older files."""
 
     stock: FirstTokens
     s2o: FirstTokens
+    off: FirstTokens
 
     def describe_gain(self) -> str:
         """Return how many times as fast S2O's first token was, with a 95% interval where each turn is recorded."""
-        if not self.stock.turns:
-            return f"{self.stock.seconds.median / self.s2o.seconds.median:.2f}x"
-        return "{:.2f}x\n({:.2f}-{:.2f})".format(*compare_turns(self.stock.turns, self.s2o.turns))
+        if not self.off.turns:
+            return f"{self.off.seconds.median / self.s2o.seconds.median:.2f}x"
+        return "{:.2f}x\n({:.2f}-{:.2f})".format(*compare_turns(self.off.turns, self.s2o.turns))
 
 
 def find_points(model: str, kind: str) -> tuple[str, dict[int, EnginePair]]:
@@ -67,7 +68,8 @@ def find_points(model: str, kind: str) -> tuple[str, dict[int, EnginePair]]:
         for (of, engine), stock in sorted(rows.items(), key=lambda item: item[0][0].chunk):
             new = of.length - round(of.hit * of.length)
             if engine == STOCK and (new == TURN and of.hit > 0 if kind == "turn" else of.hit == 0 and new >= CHUNK):
-                by_setting[_describe_setting(file)][of.length] = EnginePair(stock, rows[of, S2O])
+                point = EnginePair(stock, rows[of, S2O], rows.get((of, OFF), stock))
+                by_setting[_describe_setting(file)][of.length] = point
     setting = max(reversed(by_setting), key=lambda setting: len(by_setting[setting]), default="")
     return setting, dict(sorted(by_setting[setting].items()))
 
