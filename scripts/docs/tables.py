@@ -23,7 +23,8 @@ from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
 from scripts.bench.boards import differences, identity_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
-from scripts.bench.first_token import FirstTokenFile, compare_turns
+from scripts.bench import first_token as first_token_bench
+from scripts.bench.first_token import OFF, STOCK, FirstTokenFile, compare_turns
 from scripts.bench.schema import AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.fields import between, codes, make_table, options, record
 from scripts.docs.first_token_plot import PICTURE, make_picture
@@ -194,11 +195,12 @@ def first_token() -> str:
 
 def turns() -> str:
     """docs/serving.md: milliseconds to the first token, cold and behind cached ones, with intervals of the ratio."""
-    measured = result_file(FirstTokenFile, TURNS).rows
+    measured = {(row.kind, row.engine): row for row in result_file(FirstTokenFile, TURNS).rows}
     rows = []
-    for stock, s2o in zip(measured[::2], measured[1::2], strict=True):  # both engines read a kind of prompt in turns
+    for kind in dict.fromkeys(kind for kind, _ in measured):
+        stock, s2o = measured.get((kind, OFF), measured[kind, STOCK]), measured[kind, first_token_bench.S2O]
         ratio, low, high = compare_turns(stock.turns, s2o.turns)
-        sizes = f"{s2o.cached}", f"{s2o.kind.length - s2o.cached}", f"{s2o.kind.chunk}"
+        sizes = f"{s2o.cached}", f"{kind.length - s2o.cached}", f"{kind.chunk}"
         times = (three(1e3 * engine.seconds.median) for engine in (stock, s2o))
         rows.append([*sizes, *times, f"{ratio:.2f}x ({low:.2f} to {high:.2f})"])
     return make_table(("cached", "new tokens", "chunk", "stock, ms", "S2O, ms", "faster, 95%"), rows, "r")
