@@ -229,14 +229,12 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         prompt = Captured(*make_inputs(longest), shape.head_dim**-0.5)
         measure_prompt(prompt, sorted(shapes, key=attrgetter("stride")), recipe)
 
-    def run_layer(layer: LayerConfig) -> None:
-        warmup(layer, kv_heads=shape.kv_heads, head_dim=shape.head_dim, device=device)
-
     def try_call(call: Callable[[], None]) -> None:
         with suppress(S2OError):  # the model's own call reports what is wrong
             call()
 
     calls: list[Callable[[], None]] = [partial(run_test, False), partial(run_test, True), run_curves]
+    run_layer = partial(warmup, kv_heads=shape.kv_heads, head_dim=shape.head_dim, device=device)
     calls += [partial(run_layer, layer) for layer in layers]
     return [partial(try_call, call) for call in calls]
 
