@@ -46,15 +46,6 @@ def replace_sdpa() -> None:
     atexit.register(_print_summary)
 
 
-def restore_sdpa() -> None:
-    """Undo `replace_sdpa`."""
-    AttentionInterface.register(NAME, sdpa_attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    if _replaced:
-        AttentionInterface.register(PAGED, _replaced.pop(PAGED))
-    atexit.unregister(_print_summary)
-
-
 def make_mask(**call: Any) -> Tensor | None:
     """Make S2O's mask for models that the profile fits, for all others SDPA's.
 
