@@ -14,7 +14,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,13 @@ def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
 def pluralize(count: int, noun: str) -> str:
     """Return a number and its noun: "1 layer", "2 layers"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format ascending whole numbers: [0, 1, 2, 5] -> "0-2, 5"."""
+    by_run = groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])  # the same for all of a run
+    runs = [[number for _, number in entries] for _, entries in by_run]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def read_json(text: str) -> Any:
