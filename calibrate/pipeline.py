@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -43,7 +43,7 @@ from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
 from calibrate.versions import collect_versions
-from calibrate.work.executor import Executor, StageWork, open_local_executor
+from calibrate.work.executor import Executor, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.config import REPRESENTATIVES, HeadConfig, LayerConfig
@@ -64,7 +64,6 @@ class Result(Candidate):
     written: bool  # whether the profile was saved
     seconds: dict[str, float]  # of each phase
     journal_reused: int  # measurements of earlier runs
-    work: Mapping[str, StageWork] = field(default_factory=dict)  # of this run by stage, of all workers together
     report: Any = None  # the `calibrate.report.contents.Report`; None if it failed
     report_files: tuple[Path, ...] = ()
     report_failure: str = ""  # why the report, or its pictures, failed; empty if they did not
@@ -183,7 +182,7 @@ def calibrate(
             save_profile(profile, recipe.out)
         return Result(
             **{part.name: getattr(proven, part.name) for part in fields(proven)}, profile=profile, written=written,
-            seconds=clock.seconds, journal_reused=journal.reused, work=executor.work,
+            seconds=clock.seconds, journal_reused=journal.reused,
         )  # fmt: skip
 
 
@@ -230,14 +229,12 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         prompt = Captured(*make_inputs(longest), shape.head_dim**-0.5)
         measure_prompt(prompt, sorted(shapes, key=attrgetter("stride")), recipe)
 
-    def run_layer(layer: LayerConfig) -> None:
-        warmup(layer, kv_heads=shape.kv_heads, head_dim=shape.head_dim, device=device)
-
     def try_call(call: Callable[[], None]) -> None:
         with suppress(S2OError):  # the model's own call reports what is wrong
             call()
 
     calls: list[Callable[[], None]] = [partial(run_test, False), partial(run_test, True), run_curves]
+    run_layer = partial(warmup, kv_heads=shape.kv_heads, head_dim=shape.head_dim, device=device)
     calls += [partial(run_layer, layer) for layer in layers]
     return [partial(try_call, call) for call in calls]
 

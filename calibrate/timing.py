@@ -62,11 +62,6 @@ def time_against_dense(
     return Timing(statistics.median(seconds), statistics.median(dense_times))
 
 
-def describe_failure(failure: Exception) -> str:
-    """Return the first line of an exception's text, or its type's name if it has none."""
-    return (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-
-
 def interval(seconds: list[float]) -> tuple[float, float]:
     """Return the interval that holds the median with a confidence of 95%, for times whose scatter is roughly normal."""
     median = statistics.median(seconds)

@@ -60,10 +60,8 @@ _HOMES = {
     "huggingface.explanation": ("Explanation", "explain"),
     "huggingface.hf": ("patch", "patched", "register", "unpatch"),
     "attention.warmup": ("warmup",),
-    "huggingface.hub": (
-        "flash_attn_forward",
-        "supports_flash_attn",
-    ),  # what transformers looks for in a kernel of the Hub
+    # what transformers looks for in a kernel of the Hub
+    "huggingface.hub": ("flash_attn_forward", "supports_flash_attn"),
     "monitor.drift": ("DriftCheck",),
     "profile": ("Profile", "load_profile", "save_profile"),
 }

@@ -7,12 +7,14 @@ fields with a `Rule`, so that text, JSON, YAML and Python values are read and re
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from .errors import ConfigError
 SWITCHES = {"true": True, "on": True, "false": False, "off": False}
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 NONE = "none"
+MAX_DIGITS = 640  # of a whole number in JSON: Python can be told to refuse longer ones
 DURATION, SHARE, TOKENS = "seconds", "share", "tokens"  # units with a reading or a name of their own
 _PARTS = re.compile(r"[A-Za-z0-9.]+")  # of a name, between dashes
 _SHORT = reprlib.Repr()
@@ -185,6 +188,32 @@ def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
 def pluralize(count: int, noun: str) -> str:
     """Return a number and its noun: "1 layer", "2 layers"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format ascending whole numbers: [0, 1, 2, 5] -> "0-2, 5"."""
+    by_run = groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])  # the same for all of a run
+    runs = [[number for _, number in entries] for _, entries in by_run]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def read_json(text: str) -> Any:
+    """Return what JSON holds; whole numbers of more digits than `MAX_DIGITS` are infinite.
+
+    Raises ValueError if it is not JSON, or an object has a name twice.
+    """
+    return json.loads(
+        text,
+        object_pairs_hook=_require_unique_names,
+        parse_int=lambda digits: int(digits) if len(digits) <= MAX_DIGITS else math.inf,
+    )
+
+
+def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    times = Counter(name for name, _ in pairs)
+    if twice := next((name for name in times if times[name] > 1), None):
+        raise ValueError(f"an object has {short_repr(twice)} twice, and only the last would be read: name each once")
+    return dict(pairs)
 
 
 def short_repr(value: object) -> str:

@@ -289,11 +289,6 @@ class LayerwiseForward:
         for _ in self.move_each(through):
             pass
 
-    def move_to(self, number: int) -> None:
-        """Move all streams to where a layer comes next, or to the end, as the model has it."""
-        while self.number < number:
-            self.move()
-
 
 @dataclass(frozen=True)
 class Captured:

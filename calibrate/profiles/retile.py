@@ -23,11 +23,11 @@ from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
 from calibrate.record import RetiledLayers, Retiling, read_record, update_record
 from calibrate.search.tiles import Layer, with_crossover
-from calibrate.timing import FAILURES, Timing, describe_failure, time_against_dense
+from calibrate.timing import FAILURES, Timing, time_against_dense
 from calibrate.versions import collect_versions
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import decide_fit, identify
-from s2o_runtime.errors import InputError
+from s2o_runtime.errors import InputError, get_first_line
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, load_profile, save_profile
 from s2o_runtime.tiles import get_default_tile, list_candidate_tiles
@@ -186,7 +186,7 @@ def _find_fastest(
         try:
             timing = time_against_dense(prompt.s2o(stopping.with_tile(tile)), prompt.dense, where, dense_seconds)
         except FAILURES as failure:
-            log.warning("tile %s failed: %s", tile, describe_failure(failure))
+            log.warning("tile %s failed: %s", tile, get_first_line(failure))
             continue
         dense_seconds = timing.dense_seconds
         seconds = timing.seconds * (1.0 if tile.block_m == config.tile.block_m else OTHER_HEIGHT)

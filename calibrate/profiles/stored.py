@@ -11,7 +11,7 @@ from calibrate.curves.curves import Curves, Shape, select_rankings, unpack
 from calibrate.curves.measure import make_recipe_key
 from calibrate.journal import Journal
 from calibrate.recipe import DEFAULT_CEILING, Recipe
-from calibrate.record import Record, read_record
+from calibrate.record import read_record
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry, explain_config_mismatch, split_fingerprint
 from s2o_runtime.profile import Profile
@@ -22,7 +22,6 @@ class StoredCurves:
     """The curves that a calibration measured."""
 
     profile: Profile
-    record: Record  # of the profile
     recipe: Recipe
     entries: list[tuple[dict[str, Any], Any]]  # keys and values of the journal's curves, in the order of measuring
     ranking_costs: list[tuple[dict[str, Any], Any]]  # the same of what ranking takes at each length
@@ -34,7 +33,7 @@ class StoredCurves:
         """
         config = self.profile.layers[self.profile.lengths.index(length)][layer]
         shape = Shape.from_tile(config.tile)
-        data = self.record.data
+        data = read_record(self.profile).data
         prompts = [prompt.sha256 for prompt in (data and data.calibration) or () if prompt.length == length]
         expected_key = {"layer": layer, "prompts": prompts, **make_recipe_key(self.recipe, length)}
         for key, value in reversed(self.entries):
@@ -88,7 +87,6 @@ def read_stored_curves(profile: Profile, recipe: Recipe, journal: Path, command:
         _check_identity(opened, profile)
         return StoredCurves(
             profile=profile,
-            record=read_record(profile),
             recipe=recipe,
             entries=opened.entries("curves"),
             ranking_costs=opened.entries(measure.RANKING_COST),

@@ -30,7 +30,7 @@ from calibrate.prompts.retrieval import (
     with_facts,
 )
 from s2o_runtime.errors import InputError
-from s2o_runtime.fields import short_repr
+from s2o_runtime.fields import read_json, short_repr
 
 SEPARATOR = "\n\n"  # between documents and between turns
 Turn = tuple[str, str]  # the role, such as "user", and the content
@@ -241,7 +241,6 @@ UNREAD = (
 UNREAD_IN_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 EXPECTED = 'expected a string, or an object with "text", "prompt" or "messages"'
 SURROGATE = re.compile("[\ud800-\udfff]")
-CONVERTIBLE_DIGITS = 640  # of a whole number; Python can be told to refuse longer ones
 Entry = TypeVar("Entry")
 
 
@@ -301,7 +300,7 @@ def parse_entries(path: Path, parse: Callable[[Any, str], Entry], expected: str)
     for line, source in [(1, text)] if is_array else [(at, content) for at, content in lines if content.strip()]:
         location = f"{path}:{line}"
         try:
-            value = json.loads(source, object_pairs_hook=_require_unique_names, parse_int=_parse_int)
+            value = read_json(source)
             for number, entry in enumerate(value if is_array else [value], 1):
                 location = f"{path}: entry {number}" if is_array else location
                 entries.append(parse(entry, location))
@@ -315,17 +314,6 @@ def parse_entries(path: Path, parse: Callable[[Any, str], Entry], expected: str)
     if not entries:
         raise InputError(f"prompt file {path} holds no prompts: {expected} per line")
     return entries
-
-
-def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    times = Counter(name for name, _ in pairs)
-    if twice := next((name for name in times if times[name] > 1), None):
-        raise ValueError(f"an object has {short_repr(twice)} twice, and only the last would be read: name each once")
-    return dict(pairs)
-
-
-def _parse_int(digits: str) -> float:
-    return int(digits) if len(digits) <= CONVERTIBLE_DIGITS else float(digits)
 
 
 def make_document(entry: Any, domain: str, group: str, expected: str = EXPECTED) -> Document:

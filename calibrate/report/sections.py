@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from statistics import fmean
 from textwrap import shorten
 from typing import Any
@@ -19,7 +19,7 @@ from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, Certi
 from calibrate.report.contents import LengthReport, Report, divide, summarise_profile
 from calibrate.tables import Number, Table, format_integer, format_kept, format_number
 from s2o_runtime.config import LOOKBACK, convert_to_json
-from s2o_runtime.fields import pluralize
+from s2o_runtime.fields import format_ranges, pluralize
 from s2o_runtime.profile import Profile, make_document
 
 Columns = dict[str, Callable[[Any], str]]  # of a table: a row's cell, by the column's title
@@ -556,7 +556,5 @@ def list_closing_notes(report: Report) -> list[str]:
 
 def format_layers(numbers: Iterable[int]) -> str:
     """Format layers' numbers: [0, 1, 2, 5] -> "layers 0-2, 5" """
-    steps = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])  # equal within a run of numbers
-    runs = [[number for _, number in run] for _, run in steps]
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    text = format_ranges(sorted(numbers))
     return f"layer {text}" if text.isdigit() else f"layers {text}"

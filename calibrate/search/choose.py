@@ -25,9 +25,10 @@ from calibrate.recipe import Recipe
 from calibrate.search.allocate import allocate
 from calibrate.search.choice import LayerBudget, LayerPlan, warn_of_unspent
 from calibrate.search.study import LayerSearch, Studies
-from calibrate.timing import FAILURES, Timing, describe_failure, time_against_dense
+from calibrate.timing import FAILURES, Timing, time_against_dense
 from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, run_at_once
 from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.errors import get_first_line
 
 BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
 MAX_GROUP_WIDTH = 0.08  # of dense attention's time: layers of a group have costs that differ by less at every budget
@@ -213,7 +214,7 @@ class CallTime(WorkItem):
             # inputs that are kept for later items may be what leaves too little memory: forget them and try again
             is_full = isinstance(failure, torch.OutOfMemoryError)
             if not (is_full and worker.cached("captured", CapturedLayers).keep_only(self.affinity)):
-                return describe_failure(failure)
+                return get_first_line(failure)
         return self.run(worker)
 
     def _capture(self, worker: WorkerState) -> Captured:

@@ -30,9 +30,9 @@ from calibrate.search.choice import (
     build_plan,
     make_default_point,
 )
-from calibrate.timing import FAILURES, Timing, describe_failure
+from calibrate.timing import FAILURES, Timing
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.errors import ConfigError, ResourceError
+from s2o_runtime.errors import ConfigError, ResourceError, get_first_line
 
 log = logging.getLogger("calibrate")
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are logged here, in one line each
@@ -98,7 +98,7 @@ def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:
         return optuna.storages.get_storage(url)
     except Exception as error:  # whatever SQLAlchemy and a database's driver raise
         raise ResourceError(
-            f"--storage cannot be opened ({describe_failure(error)}): give the URL of an Optuna storage, such as "
+            f"--storage cannot be opened ({get_first_line(error)}): give the URL of an Optuna storage, such as "
             "sqlite:///studies.db"
         ) from error
 
@@ -166,7 +166,7 @@ class LayerSearch:
                     break
         except optuna.exceptions.StorageInternalError as error:
             raise ResourceError(
-                f"the Optuna storage failed ({describe_failure(error)}): run the same command again, or leave "
+                f"the Optuna storage failed ({get_first_line(error)}): run the same command again, or leave "
                 "--storage out; what was measured so far is kept"
             ) from error
         if not self.tried:
@@ -221,7 +221,7 @@ class LayerSearch:
 
     def _count_failure(self, point: SearchPoint, failure: Exception) -> str:
         """Count and log the reason why a point failed, and return it."""
-        cause = describe_failure(failure)
+        cause = get_first_line(failure)
         self.failures[cause] += 1
         log.warning("segment %d, %s, lookback %d failed: %s", *point, cause)
         return cause

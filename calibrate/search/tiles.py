@@ -15,11 +15,11 @@ from torch import Tensor
 from calibrate.compiling import compile_ahead, get_kernel_form, without_stride
 from calibrate.journal import Journal
 from calibrate.search.dense_kernels import list_dense_kernels
-from calibrate.timing import FAILURES, describe_failure, measure_medians
+from calibrate.timing import FAILURES, measure_medians
 from calibrate.work.executor import Executor, WorkerState, WorkItem, find_unmeasured, measure_items
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import KEY_BLOCK, MAX_TAU, HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.errors import ConfigError, InputError, get_first_line
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.sequences import CallShape
@@ -130,7 +130,7 @@ class TileTime(WorkItem):
         try:
             return measure_medians({"tile": call}, device, ROUNDS)["tile"], ""
         except FAILURES as failure:
-            return 0.0, describe_failure(failure)
+            return 0.0, get_first_line(failure)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from calibrate.progress import show_status
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.versions import collect_versions
-from calibrate.work.executor import Item, ItemChain, Pending, StageWork, WorkerState, WorkItem
+from calibrate.work.executor import Item, ItemChain, Pending, WorkerState, WorkItem
 from s2o_runtime.devices import DeviceIdentity, identify, is_same_product
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError, get_first_line
 from s2o_runtime.identity import Geometry
@@ -156,7 +156,7 @@ class _Submitted:
             self._executor.workers.refresh()
             self.submit_again_if_lost()
             try:
-                value, seconds = self.future.result(timeout=FETCH_TIMEOUT_S if self.future.done() else POLL_INTERVAL_S)
+                value, _ = self.future.result(timeout=FETCH_TIMEOUT_S if self.future.done() else POLL_INTERVAL_S)
                 break
             except Exception as error:
                 if self.future.status != "error":
@@ -165,7 +165,6 @@ class _Submitted:
                 raise self._make_failure(cause) from error
         if isinstance(value, S2OError):
             raise value
-        self._executor.work.setdefault(self.item.stage, StageWork()).add(seconds)
         return value
 
     def _make_failure(self, cause: str) -> ResourceError:
@@ -304,7 +303,6 @@ class ClusterExecutor:
         except BaseException:
             self.workers.close()
             raise
-        self.work: dict[str, StageWork] = {}
         self._homes: dict[Hashable, str] = {}  # of the present stage: the worker on which items of an affinity run
         self._stage = ""
         self._lock = threading.Lock()

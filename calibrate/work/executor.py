@@ -110,19 +110,6 @@ Item = TypeVar("Item", bound=WorkItem)
 ItemChain = Sequence[Item]  # items that continue one another, such as the layers of a model at one length
 
 
-@dataclass
-class StageWork:
-    """Number of items of a stage that were run, and their seconds, of all workers together."""
-
-    items: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one item more."""
-        self.items += 1
-        self.seconds += seconds
-
-
 class Pending(Protocol[T_co]):
     """A result that may not be there yet."""
 
@@ -138,7 +125,6 @@ class Executor(Protocol):
     fingerprint: str
     device: DeviceIdentity  # of the times and of the profile
     resident: bool  # whether the whole model is on the device; else one layer at a time
-    work: dict[str, StageWork]  # items that were run, by stage
 
     @property
     def size(self) -> int:
@@ -176,26 +162,19 @@ class LocalExecutor:
         self._worker, model = worker, worker.loaded
         self.name, self.geometry, self.fingerprint = model.name, model.geometry, model.fingerprint
         self.device, self.resident = worker.device, model.weights.resident
-        self.work: dict[str, StageWork] = {}
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:
         self._worker.register_prompts(prompts)
 
     def submit(self, item: WorkItem) -> Pending[Any]:
-        return SimpleNamespace(result=cache(partial(self._run, item)))  # it runs the first time that it is asked for
+        return SimpleNamespace(result=cache(partial(self._worker.run, item)))  # runs when first asked for
 
     def spread(self, tracks: Sequence[ItemChain[Item]]) -> Iterator[tuple[Item, Any]]:
         for row in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
-            yield from ((item, self._run(item)) for item in row if item is not None)
+            yield from ((item, self._worker.run(item)) for item in row if item is not None)
 
     def run_async(self, call: Callable[[], T]) -> Pending[T]:
         return run_at_once(call)
-
-    def _run(self, item: WorkItem) -> Any:
-        begin = time.monotonic()
-        value = self._worker.run(item)
-        self.work.setdefault(item.stage, StageWork()).add(time.monotonic() - begin)
-        return value
 
 
 @contextmanager

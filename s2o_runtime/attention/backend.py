@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
@@ -13,12 +12,11 @@ from ..config import HEAD_DIMS, LayerConfig
 from ..dense_reason import DenseReason
 from ..devices import find_tensor_obstacle, get_capability, is_interpreted
 from ..errors import InputError
+from ..logs import log_once
 from ..sequences import CallShape, needs_gradients
 from ..tiles import DECODE, MIN_CAPABILITY, Capability, find_tile_obstacle, get_fewest_queries
 
 Backend = Literal["auto", "triton", "reference", "dense"]
-
-log = logging.getLogger("s2o_runtime")
 
 
 class BackendChoice(NamedTuple):
@@ -46,7 +44,7 @@ def choose_backend(call: Call, backend: Backend) -> BackendChoice:
             raise InputError(f'{obstacle}: run with backend="auto"')
         return BackendChoice(backend, "asked for")
     choice = _choose_automatically(call, obstacle)
-    _log_once(choice)
+    log_once(logging.INFO, "attention backend %s: %s", choice.backend, choice.reason)
     return choice
 
 
@@ -100,8 +98,3 @@ def _find_kernel_obstacle(call: Call) -> str | None:
     if is_interpreted():
         return "the specialised kernel cannot be interpreted" if tile.specialized else None
     return find_tensor_obstacle(q) or find_tile_obstacle(tile, head_dim, get_capability(q.device))
-
-
-@lru_cache(maxsize=64)
-def _log_once(choice: BackendChoice) -> None:
-    log.info("attention backend %s: %s", choice.backend, choice.reason)

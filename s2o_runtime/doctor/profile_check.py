@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from ..command_line import BAD_INPUT, NO_RESOURCE, OK
 from ..devices import decide_fit, identify, is_interpreted
 from ..errors import ModelError, ProfileError, ResourceError, get_first_line
+from ..fields import format_ranges
 from ..identity import geometry
 from ..layer_kinds import get_max_positions
 from ..monitor.drift import read_error_limits
@@ -139,14 +139,6 @@ def describe_outcomes(outcomes: list[dict[str, Any]]) -> str:
     numbers = f" ({format_ranges(sparse)})" if by_reason and sparse else ""
     dense = [f"dense: {format_ranges(layers)}, because {reason}" for reason, layers in by_reason.items()]
     return "; ".join([f"{len(sparse)} of {len(outcomes)} layers run S2O{numbers}", *dense])
-
-
-def format_ranges(numbers: list[int]) -> str:
-    """Return ascending numbers in words: "0 to 3, 5"."""
-    # a number minus its place is the same for all of a run
-    by_run = groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])
-    runs = [[number for _, number in entries] for _, entries in by_run]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def _check_proof(profile: Profile) -> list[Finding]:

@@ -15,6 +15,7 @@ from transformers import AttentionMaskInterface
 
 from . import run
 from .hf import CALL, PrefillCall, prefill_mask, s2o_attention_forward, s2o_mask
+from .layers import is_causal
 
 run.read_available(search=True)  # a model's owner who asks for this kernel by name names no profile
 
@@ -32,12 +33,11 @@ def flash_attn_forward(
     The model gets the profile that `patch` would find. One that was compiled before its first call has none, and is
     dense.
     """
-    causal = options.get("is_causal")  # what transformers' SDPA function goes by
-    causal = getattr(module, "is_causal", True) if causal is None else causal
     if not torch.compiler.is_compiling():
         # each time, because transformers registers SDPA's masks again with every model that it loads
         AttentionMaskInterface.register(module.config._attn_implementation, s2o_mask)  # type: ignore[union-attr]
-        if attention_mask is None and causal and query.shape[2] > 1:  # SDPA's way to say that the cache was empty
+        # SDPA's way to say that the cache was empty
+        if attention_mask is None and is_causal(module, options) and query.shape[2] > 1:
             attention_mask = prefill_mask(query.shape[0], 0, query.device)
             setattr(attention_mask, CALL, PrefillCall(0, None, lambda: None))
     return s2o_attention_forward(module, query, key, value, attention_mask, **options)

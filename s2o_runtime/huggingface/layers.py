@@ -89,6 +89,12 @@ def find_layer_obstacle(*head_dims: int) -> str | None:
     return None
 
 
+def is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Return whether a call is causal, by what transformers' SDPA function goes by."""
+    causal = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
+
+
 def expect_obstacle(module: nn.Module, config: Any) -> str | None:
     """Return what `find_layer_obstacle` will say of an attention module, whose parameters need not be in memory."""
     query_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or 0

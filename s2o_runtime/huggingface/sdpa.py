@@ -24,7 +24,7 @@ from ..dense_reason import DenseReason
 from . import run
 from .explanation import explain_layers
 from .hf import CALL, PrefillCall, is_prefill_mask, register, s2o_attention_forward, s2o_mask, s2o_paged_forward
-from .layers import STATE, paths_taken
+from .layers import STATE, is_causal, paths_taken
 from .paged import is_batch
 
 NAME = "sdpa"
@@ -44,15 +44,6 @@ def replace_sdpa() -> None:
         _replaced[PAGED] = AttentionInterface()[PAGED]
         AttentionInterface.register(PAGED, attend_paged)
     atexit.register(_print_summary)
-
-
-def restore_sdpa() -> None:
-    """Undo `replace_sdpa`."""
-    AttentionInterface.register(NAME, sdpa_attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    if _replaced:
-        AttentionInterface.register(PAGED, _replaced.pop(PAGED))
-    atexit.unregister(_print_summary)
 
 
 def make_mask(**call: Any) -> Tensor | None:
@@ -84,9 +75,7 @@ def attend(
     if state is None and ours and not torch.compiler.is_compiling():
         state = run.attach_profile(module, query.device)
     prefill: PrefillCall | None = getattr(attention_mask, CALL, None)
-    causal = options.get("is_causal")  # what transformers' SDPA function goes by
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if (state is None or not causal) and (prefill is not None or not ours):
+    if (state is None or not is_causal(module, options)) and (prefill is not None or not ours):
         mask = attention_mask if prefill is None else prefill.sdpa_mask()
         if state is not None:
             state.count("dense", "the layer is not causal", query.shape[2], key.shape[2])

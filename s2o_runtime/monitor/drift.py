@@ -25,6 +25,7 @@ from ..call import PLAIN, Scoring, cap_scores, softmax
 from ..dense_reason import DenseReason
 from ..errors import ConfigError, ProfileError
 from ..fields import Rule, check_fields, validated_field
+from ..lengths import find_nearest
 from ..profile import Profile
 from ..profile.record import ErrorUnit, get_error_unit, read_budget, read_limits
 
@@ -99,8 +100,8 @@ class ErrorLimits:
 
     def at(self, length: int) -> float:
         """Return the limit of the calibrated length nearest in log length."""
-        nearest = min(self.limits, key=lambda calibrated: abs(math.log2(calibrated / length)), default=None)
-        return math.inf if nearest is None else self.limits[nearest]
+        lengths = sorted(self.limits)
+        return self.limits[lengths[find_nearest(lengths, length)]] if lengths else math.inf
 
 
 def read_error_limits(profile: Profile) -> list[ErrorLimits]:

@@ -8,12 +8,10 @@ A file may come from anywhere: its sizes are bounded before it is read, and its 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,7 +36,7 @@ from ..config import (
 )
 from ..devices import DeviceIdentity
 from ..errors import InputError, ProfileError
-from ..fields import short_repr
+from ..fields import read_json, short_repr
 from ..files import write_atomically
 from ..identity import Geometry, dump_json, join_fingerprint, read_tensor_bytes, split_fingerprint
 from ..lengths import MAX_LENGTH
@@ -57,7 +55,6 @@ MAX_HEADER = 2 * MAX_DOCUMENT + (1 << 16)  # bytes: the document with its quotes
 MAX_DEPTH = 16  # of objects and lists inside one another
 MAX_BUCKETS = 256
 MAX_HEADS = 1 << 20  # of all buckets and layers together
-MAX_DIGITS = 60  # of an integer that is read: reading takes time that is quadratic in them
 MAX_NAME = 60  # characters of a field's name in a message
 COUNTS = range(1, (1 << 14) + 1)  # of layers, of heads, of a head's dimensions
 TILE_FIELDS = (
@@ -224,7 +221,7 @@ def _read_document(data: bytes) -> dict[str, Any]:
         raise ValueError("its header is cut off")
     if size > MAX_HEADER:
         raise ValueError(f"its header has {size} bytes, a profile's at most {MAX_HEADER}")
-    header = _read_json(data[8 : 8 + size].decode())
+    header = read_json(data[8 : 8 + size].decode())
     if not isinstance(header, dict):
         raise ValueError("its header is no object")
     metadata = header.pop("__metadata__", None)
@@ -233,7 +230,7 @@ def _read_document(data: bytes) -> dict[str, Any]:
         raise ProfileError(f"it is not an S2O profile: expected a safetensors file with {METADATA_KEY!r}")
     if len(text) > MAX_DOCUMENT:
         raise ProfileError(f"its document has {len(text)} characters: a profile's has at most {MAX_DOCUMENT}")
-    document = _read_json(text)
+    document = read_json(text)
     if not isinstance(document, dict):
         raise ProfileError(f"its document is {JSON_TYPES[type(document)]}: expected an object")
     _check_values(document)
@@ -247,19 +244,6 @@ def _read_document(data: bytes) -> dict[str, Any]:
         wrong = "is not part of a profile" if name in header else "is missing"
         raise ProfileError(f"tensor {short_repr(name)} {wrong}: expected {sorted(TENSORS)}")
     return document
-
-
-def _read_json(text: str) -> Any:
-    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(values := dict(pairs)) < len(pairs):  # readers would differ in which value they take
-            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            raise ProfileError(f"field {short_repr(name)} is given twice: expected every field once")
-        return values
-
-    def parse_integer(digits: str) -> float:  # `_check_values` refuses infinity
-        return int(digits) if len(digits) <= MAX_DIGITS else math.inf
-
-    return json.loads(text, object_pairs_hook=build_object, parse_int=parse_integer)
 
 
 def _check_values(value: Any, *path: str | int) -> None:

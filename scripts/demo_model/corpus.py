@@ -20,7 +20,6 @@ import json
 import lzma
 import re
 import sys
-import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -30,6 +29,8 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from calibrate.prompts.documents import list_library_files
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -102,10 +103,8 @@ def licence_of(distribution: metadata.Distribution) -> str | None:
 
 
 def _standard_library() -> Iterator[tuple[str, str]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if not name.startswith(("site-packages/", "dist-packages/", "test/encoded", "lib2to3/tests/data")):
+    for name, path in list_library_files().items():
+        if not name.startswith(("test/encoded", "lib2to3/tests/data")):
             text = _read(path)
             if text:
                 yield "stdlib/" + name, f"# {name}\n{text}"

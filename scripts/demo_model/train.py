@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from calibrate.prompts.retrieval import DIGITS, make_needles
+from calibrate.prompts.retrieval import DIGITS, TOKENS_PER_NEEDLE, make_needles
+from scripts.demo_model.corpus import END_OF_TEXT
 
-END_OF_TEXT = "<|endoftext|>"
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 ANSWER_WEIGHT = 4.0  # a code's digits are 0.5% of the tokens; they must not drown
-TOKENS_PER_NEEDLE = 1024
 EVAL_CONTEXTS = 8
 EVAL_NEEDLES = 8
 

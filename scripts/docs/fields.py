@@ -48,8 +48,7 @@ def options(stated: Mapping[str, Option]) -> str:
 
 def flags(option: Option) -> Markup:
     """Return the flag, and beside that of a switch the one that turns it off."""
-    is_switch = option.rule.type is bool and not option.rule.many
-    return Markup(f"`{option.flag}`" + f", `{format_flag(f'no_{option.name}')}`" * is_switch)
+    return Markup(f"`{option.flag}`" + f", `{format_flag(f'no_{option.name}')}`" * option.is_switch)
 
 
 def codes() -> str:

@@ -18,8 +18,8 @@ import sys
 from base64 import b64encode
 from pathlib import Path
 
+from s2o_runtime.command_line import OK, Parser, get_exit_code, report_failure
 from s2o_runtime.errors import InputError, S2OError
-from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.docs.raw import ROOT
 
 VARIANT = "build/torch-cuda"  # of every torch and CUDA, because nothing is compiled before it runs
@@ -40,8 +40,7 @@ def main() -> int:
     try:
         build(args.out, args.repo, args.profiles)
     except S2OError as error:
-        print(f"hub_kernel: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return report_failure("scripts.docs.hub_kernel", get_exit_code(error), str(error))
     print(f"wrote {args.out}")
     return OK
 

@@ -43,10 +43,9 @@ F = TypeVar("F", bound=ResultFile)
 
 @dataclass(frozen=True)
 class Bench:
-    """One length of a methods' bench of a model on a GPU."""
+    """One length of a methods' bench of a model."""
 
     model: str
-    gpu: str
     entry: MethodsEntry
 
     @property
@@ -90,9 +89,7 @@ class Bench:
 
 def benches(name: str, model: str) -> list[Bench]:
     """The lengths of a methods' bench in a raw file, and the model that it is of."""
-    file = result_file(MethodsFile, name)
-    gpu = file.device if isinstance(file.device, str) else str(file.device["name"])
-    return [Bench(model, gpu, entry) for entry in file.results]
+    return [Bench(model, entry) for entry in result_file(MethodsFile, name).results]
 
 
 def result_file(cls: type[F], name: str) -> F:

@@ -75,7 +75,7 @@ def test_the_text_marks_what_to_read(capsys, tmp_path):
     assert lines[-1] == "ready"
     assert max(map(len, lines)) <= 120
     assert any(line.startswith("- device  cpu: the kernels need an NVIDIA GPU") for line in lines)
-    assert any("1024 tokens  5 of 6 layers run S2O (0 to 3, 5); dense: 4, because every head" in line for line in lines)
+    assert any("1024 tokens  5 of 6 layers run S2O (0-3, 5); dense: 4, because every head" in line for line in lines)
 
 
 def test_problems_decide_the_exit_code_bad_input_first():

@@ -14,6 +14,7 @@ from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import sdpa
 from s2o_runtime.huggingface.paged import split_requests
 from support.architectures import CASES, RUNS
+from support.environment import restore_sdpa
 from support.marks import all_but_first
 from support.models import make_profile, new_model, twin
 
@@ -152,7 +153,7 @@ def test_models_that_the_profile_is_not_of_have_transformers_own(taken_over, mon
     prompts = prompts_of()
     monkeypatch.setattr(sdpa, "s2o_paged_forward", None)  # is not called
     ours = generated(model, prompts)
-    sdpa.restore_sdpa()
+    restore_sdpa()
     assert [result.logprobs for result in ours] == [result.logprobs for result in generated(model, prompts)]
 
 

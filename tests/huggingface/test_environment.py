@@ -16,7 +16,7 @@ from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import hf, run, sdpa
 from s2o_runtime.profile import save_profile
 from support.architectures import CASES
-from support.environment import under_s2o_run
+from support.environment import restore_sdpa, under_s2o_run
 from support.models import (
     CONFIGS,
     LENGTH,
@@ -107,7 +107,7 @@ def test_unpatch_takes_it_away_for_good(model, taken_over, implementation):
     with pytest.raises(ModelError, match="the model is not patched"):
         explain(ours)
     if implementation == "sdpa":
-        sdpa.restore_sdpa()
+        restore_sdpa()
         assert torch.equal(ours(ids).logits, dense)
 
 

@@ -63,7 +63,8 @@ def test_a_model_streams_as_it_runs_whole(name, tmp_path):
         torch.testing.assert_close((mine.q, mine.k, mine.v), (theirs.q, theirs.k, theirs.v), rtol=1e-4, atol=1e-5)
     with with_attention(streamed.model, "eager"):
         forward = LayerwiseForward(streamed, begin(streamed, PROMPTS))
-        forward.move_to(len(forward.layers))
+        for _ in forward.layers:
+            forward.move()
         with put_logits_on_device(streamed) as logits:
             pieces = [logits(rows) for rows in forward.streams[0].hidden.split(40, 1)]
     torch.testing.assert_close(torch.cat(pieces, 1), model(PROMPTS[0][None]).logits, rtol=1e-4, atol=1e-4)

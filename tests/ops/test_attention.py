@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.attention.backend import _log_once, find_dense_reason
+from s2o_runtime.attention.backend import find_dense_reason
 from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import is_interpreted
 from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.logs import log_once
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.sequences import CallShape
@@ -105,7 +106,7 @@ def test_short_tails_of_long_prefixes_are_dense(layer, queries, keys, backend):
 
 
 def test_each_choice_is_logged_once(caplog):
-    _log_once.cache_clear()
+    log_once.cache_clear()
     q, k, v = inputs()
     with caplog.at_level(logging.INFO, logger="s2o_runtime"):
         for _ in range(3):

@@ -13,13 +13,13 @@ from s2o_runtime import explain, patch, patched, save_profile
 from s2o_runtime.call import PLAIN
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
-from s2o_runtime.huggingface import hf, run, sdpa
+from s2o_runtime.huggingface import run
 from s2o_runtime.identity import BASE, CONFIG
 from s2o_runtime.profile import find
 from s2o_runtime.serving.server import Server
 from s2o_runtime.sglang.engine import read_settings as read_sglang_settings
 from s2o_runtime.vllm.engine import read_settings
-from support.environment import forget, under_s2o_run
+from support.environment import forget, restore_sdpa, under_s2o_run
 from support.fake_server import context
 from support.models import close, make_profile, new_model, prompt, twin, used_s2o
 
@@ -257,7 +257,7 @@ def test_each_model_of_a_program_gets_its_own(model, tmp_path, mine, started, in
 def test_a_model_of_a_program_that_none_fits_stays_dense_and_says_so_once(misfit, model, caplog, started):
     ids = prompt()
     dense = model(ids).logits
-    sdpa.restore_sdpa()
+    restore_sdpa()
     close(model(ids).logits, dense)
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert misfit in line

@@ -276,7 +276,7 @@ def size(header):  # the bytes with which a safetensors file says how long its h
         *((file_of(text, TENSORS), message) for text, message in (
             (f'{{"schema":7,"record":{DEEP}}}', "its contents cannot be read"),
             (f'{{"schema":7,"record":{"[" * 17}{"]" * 17}}}', r"field record\[0\].* is too deep: expected at most 16"),
-            ('{"schema":7,"record":{"a":{"b":1,"b":2}}}', "field 'b' is given twice"),
+            ('{"schema":7,"record":{"a":{"b":1,"b":2}}}', "an object has 'b' twice"),
             (f'{{"schema":{"9" * 5000}}}', "field schema is inf: expected a finite number"),
             ('{"record":{"a":[0,1e999]}}', r"field record.a\[1\] is inf: expected a finite number"),
             ('{"record":{"a":NaN}}', "field record.a is nan: expected a finite number"),

@@ -135,7 +135,7 @@ def test_times_between_two_settings_are_on_a_power_law():
     rows.append(SimpleNamespace(method="x", density=0.5, rel_mse=2e-3, seconds=1000.0))
     rows.append(SimpleNamespace(method="x", density=1.0, rel_mse=1e-5, seconds=1.0))
     dense = SimpleNamespace(method="dense (cuDNN)", density=1.0, rel_mse=0.0, seconds=100.0)
-    bench = Bench("m", "gpu", SimpleNamespace(length=8192, rows=[dense, *rows]))
+    bench = Bench("m", SimpleNamespace(length=8192, rows=[dense, *rows]))
     assert bench.faster_between("x", 1e-3) == f"{100 * 1e-3**0.5:.2f}x"
     assert [bench.faster_between("x", error) for error in (5e-5, 0.2)] == ["-", "-"]
 

@@ -1,6 +1,11 @@
 """The profile of the environment, in tests that are no processes of their own."""
 
+import atexit
 from contextlib import contextmanager
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from s2o_runtime import logs
 from s2o_runtime.huggingface import layers, run, sdpa
@@ -23,4 +28,13 @@ def under_s2o_run():
     try:
         yield
     finally:
-        sdpa.restore_sdpa()
+        restore_sdpa()
+
+
+def restore_sdpa():
+    """Undo `sdpa.replace_sdpa`."""
+    AttentionInterface.register(sdpa.NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(sdpa.NAME, sdpa_mask)
+    if sdpa._replaced:
+        AttentionInterface.register(sdpa.PAGED, sdpa._replaced.pop(sdpa.PAGED))
+    atexit.unregister(sdpa._print_summary)

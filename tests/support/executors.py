@@ -49,4 +49,4 @@ class Pickling(Pretended):
         return self._calls.submit(call)
 
     def _run_pickled(self, item):
-        return pickle.loads(pickle.dumps(self._run(pickle.loads(item))))
+        return pickle.loads(pickle.dumps(self._worker.run(pickle.loads(item))))
