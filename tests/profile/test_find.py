@@ -13,7 +13,7 @@ from s2o_runtime import explain, patch, patched, save_profile
 from s2o_runtime.call import PLAIN
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
-from s2o_runtime.huggingface import run
+from s2o_runtime.huggingface import hf, run
 from s2o_runtime.identity import BASE, CONFIG
 from s2o_runtime.profile import find
 from s2o_runtime.serving.server import Server
