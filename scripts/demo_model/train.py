@@ -169,13 +169,15 @@ class Trainer:
     def __init__(self, config: LlamaConfig, device: str) -> None:
         torch.manual_seed(0)
         self.model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32).to(device)
+        matrices, others = [], []
         for name, weight in self.model.named_parameters():
             if weight.ndim == 2 and "embed" not in name:
                 torch.nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
+                matrices.append(weight)
+            else:
+                others.append(weight)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 torch.nn.init.zeros_(weight)
-        matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
-        others = [p for n, p in self.model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
         self.optimizers = [
             torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.1),
             torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),

@@ -204,6 +204,9 @@ def test_every_gpu_has_tiles():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: block_sparse_tile(128, (7, 5), 64, 64), "head_dim 128 on sm_75 has no block-sparse tile: run it with"),
+        (lambda: block_sparse_tile(128, (9, 0), 32, 64), "blocks of 32 x 64 have no block-sparse tile: use multiples"),
+        (lambda: antidiagonal_tile((7, 5)), "sm_75 has no tile for antidiagonal scores: select with plain torch"),
         (
             lambda: baseline_attention(*inputs(1, 1, 1, 20, 20, 192), PBS(), backend="triton"),
             r'head_dim 192 is not supported by the block-sparse kernel .*"reference"',

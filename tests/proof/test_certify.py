@@ -13,12 +13,12 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
 from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_confidence
 from calibrate.proof.certify import HOPELESS, MeanCertifier, TextGroups, build_certificate, find_lost_retrieval
-from calibrate.proof.recheck import compare_certificate
+from calibrate.proof.recheck import CertificateCheck, LengthCheck, compare_certificate
 from calibrate.proof.state import TAU_FOR_ERROR, ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Budget
-from calibrate.record import Certificate, CertifiedLength
-from calibrate.report.sections import describe_certificate, list_claims, make_certificate_tables
+from calibrate.record import Certificate, CertifiedLength, CertifiedRetrieval
+from calibrate.report.sections import describe_certificate, list_claims, make_certificate_tables, show_certificate
 from calibrate.search.choice import CalibrationDense
 from support.candidates import LENGTHS, RECIPE, candidate, proof_of, with_proofs
 
@@ -164,6 +164,15 @@ def test_the_claims_in_words():
     assert list_claims(certificate) == [
         "512 tokens: these prompts had a mean KL of 3.0e-03; 4 of 4 needles kept (39.7% shown, 100% not refuted)"
     ]
+
+
+def test_fresh_prompts_show_how_likely_chance_gives_what_is_outside():
+    of_answers = LengthCheck(512, 9, 7, 0.5, 0, 1e-3, CertifiedRetrieval(found=4, kept=3), (), above=2, chance=0.1234)
+    of_layers = LengthCheck(768, 9, 7, 0.5, 1, 1e-3, None, ())
+    table, _ = show_certificate(CertificateCheck((of_answers, of_layers), ()))
+    columns = dict(zip(table.names, zip(*table.rows, strict=True), strict=True))
+    assert (columns["above"], columns["chance"]) == (("2", "-"), ("12.3%", "-"))
+    assert columns["kept"] == ("3 of 4", "-")
 
 
 def test_a_group_counts_once_by_its_largest_prompt():

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from s2o_runtime.devices import get_capability
+from s2o_runtime.errors import InputError
 from s2o_runtime.sequences import KERNEL_TYPES
-from s2o_runtime.tiles import Capability, get_family
+from s2o_runtime.tiles import Capability, format_capability, get_family
 
 BLOCK_SPARSE_HEAD_DIMS = (64, 128)
 
@@ -38,11 +39,17 @@ _ANTIDIAGONAL_HOPPER, _ANTIDIAGONAL = KernelTile(128, 256, 8, 4), KernelTile(128
 
 
 def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block_n: int) -> KernelTile:
-    """Return the first tile of the block-sparse kernel that divides such a block, on a GPU that `attend` runs it on."""
+    """Return the first tile of the block-sparse kernel that divides such a block. Raises InputError without one."""
     family = get_family(capability)
-    assert family is not None
-    tiles = _OF_64 if head_dim == 64 else _OF_128[family]
-    return next(tile for tile in tiles if block_m % tile.block_m == 0 and block_n % tile.block_n == 0)
+    if family is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
+        raise InputError(
+            f"head_dim {head_dim} on {format_capability(capability)} has no block-sparse tile: "
+            "run it with the reference"
+        )
+    for tile in _OF_64 if head_dim == 64 else _OF_128[family]:
+        if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
+            return tile
+    raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
 
 
 def has_kernels(q: Tensor) -> bool:
@@ -51,5 +58,10 @@ def has_kernels(q: Tensor) -> bool:
 
 
 def antidiagonal_tile(capability: Capability) -> KernelTile:
-    """Return the tile of XAttention's scores, groups of queries by groups of keys."""
-    return _ANTIDIAGONAL_HOPPER if get_family(capability) == 90 else _ANTIDIAGONAL
+    """Return the tile of XAttention's scores, groups of queries by groups of keys. Raises InputError without one."""
+    number = get_family(capability)
+    if number is None:
+        raise InputError(
+            f"{format_capability(capability)} has no tile for antidiagonal scores: select with plain torch"
+        )
+    return _ANTIDIAGONAL_HOPPER if number == 90 else _ANTIDIAGONAL
