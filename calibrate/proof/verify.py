@@ -142,11 +142,6 @@ class LengthProof:
             agreements=agreements,
         )
 
-    @property
-    def kls(self) -> list[float]:
-        """The KL of each prompt in nats, at least 0."""
-        return [max(agreement.kl, 0.0) for agreement in self.agreements]  # NaN stays
-
 
 S = TypeVar("S", bound=ConfigSource)
 Revise = Callable[[S, int, int, LayerProof], S | None]  # configurations, length, layer, proof -> to prove instead

@@ -99,11 +99,10 @@ def make_picture() -> bytes:
 
 def _draw_panel(axes: Axes, model: str, kind: str, setting: str, points: dict[int, EnginePair]) -> None:
     """Draw seconds over tokens on log axes: medians, and bars from the lower to the upper quartile."""
-    for name, colour, marker in (("stock", INK, "s"), ("s2o", "#2f81f7", "o")):
+    for name, label, colour, marker in (("stock", "stock vLLM", INK, "s"), ("s2o", "with S2O", "#2f81f7", "o")):
         spreads = [getattr(point, name).seconds for point in points.values()]
         medians = [spread.median for spread in spreads]
         bars = [[spread.median - spread.p25 for spread in spreads], [spread.p75 - spread.median for spread in spreads]]
-        label = "stock vLLM" if name == "stock" else "with S2O"
         axes.errorbar(list(points), medians, bars, color=colour, marker=marker, lw=2, capsize=3, label=label)
     for length, point in points.items():
         place, slower = (length, point.s2o.seconds.median), point.s2o.seconds.median > point.stock.seconds.median

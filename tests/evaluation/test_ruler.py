@@ -86,8 +86,7 @@ def test_an_answer_ends_where_it_is_whole_or_the_model_ends_it(demo, monkeypatch
     ids, passes, write_on = torch.randint(0, 4096, (64,)), [], ForwardPass.write_on
     written = demo.model.generate(ids[None], max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 64:].tolist()
     texts = [demo.tokenizer.decode(written[:count], skip_special_tokens=True) for count in range(7)]
-    record = lambda self, tokens: (passes.append(token) or token for token in write_on(self, tokens))  # noqa: E731
-    monkeypatch.setattr(ForwardPass, "write_on", record)
+    monkeypatch.setattr(ForwardPass, "write_on", lambda *given: (passes.append(t) or t for t in write_on(*given)))
 
     def write(score, right=0):
         draft = written[:right] + [(token + 1) % 4096 for token in written[right:]]
