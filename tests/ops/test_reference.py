@@ -99,6 +99,7 @@ PADDED = LayerConfig((HeadConfig(0.4, 64, tail="mean"),), TileConfig(64, 32, 1))
 @examples(40)
 @given(attention_cases(), st.sampled_from([False, False, True]))
 @example(AttentionCase((1, 1, 1, 180, 0, 16, 16), (100,), PADDED, (None, None, False)), False)
+@example(AttentionCase((1, 1, 1, 180, 400, 16, 16), None, replace(PADDED, last_rows=128), (None, None, False)), False)
 def test_the_reference_is_the_naive_loops(case, paper_literal):
     """Output, log-sum-exps and density; permuted queries leave the tiles that density counts."""
     (q, k, v), options = case.tensors(), case.arguments()
