@@ -13,10 +13,10 @@ from typing import Any
 
 from calibrate.prompts.retrieval import encode
 
-EIGHTHS = 8  # parts of a prompt, each of which has so many questions
+EIGHTHS = 8  # parts of a prompt that are told apart, in errors and in answers
 # what one sparse prefill does differs more from question to question than from prompt to prompt: of a prompt's mean of
 # eight questions 0.9 of the variance was theirs (docs/results/answer-variance.txt), and a question costs less
-PER_EIGHTH = 2
+PER_EIGHTH = 2  # questions
 QUOTED, ANSWERED = 24, 32  # tokens of a quote, and of the answer that follows it
 ASK = "\n\nRepeat the text above from these words on:\n"
 

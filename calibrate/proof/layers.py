@@ -31,6 +31,7 @@ from calibrate.model.estimate import has_plenty_of_memory, wrap_out_of_memory
 from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, begin, put_layer_on_device
 from calibrate.model.logits import compare_log_probs, count_rows_at_once, put_logits_on_device
 from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.questions import EIGHTHS
 from calibrate.recipe import WINDOW_ROWS, WINDOWS
 from calibrate.work.executor import WorkerState, WorkItem
 from s2o_runtime.attention.dense import fastest_dense_attention
@@ -40,7 +41,6 @@ from s2o_runtime.huggingface import hf
 
 UNPACKED_HISTORIES = 16  # that a process keeps
 TILE_ROWS = 64  # rows of which the worst counts
-EIGHTHS = 8  # parts of a prompt whose errors are told apart
 PLACES = (0, 1, 8, 32, 128)  # the rows of a segment from which on its errors are told apart
 COMPARED_ROWS = 2048  # of a prompt, about: those whose predictions are compared
 KEPT_WITHIN = 1.0  # nats that an answer's log-probability may fall by

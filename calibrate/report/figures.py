@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from calibrate.curves.curves import TAUS
 from calibrate.machine import MARK
-from calibrate.proof.layers import EIGHTHS
+from calibrate.prompts.questions import EIGHTHS
 from calibrate.proof.verify import EIGHTH_OVER_LIMIT
 from calibrate.report.contents import HeadReport, Report
 from calibrate.report.sections import format_speedup, format_tau

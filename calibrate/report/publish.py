@@ -33,12 +33,7 @@ def check_publishable(name: str, root: Path) -> str:
     return hub_id
 
 
-def file_profile(
-    profile_path: Path,
-    root: Path,
-    name: str | None = None,
-    folder: str | None = None,
-) -> Path:
+def file_profile(profile_path: Path, root: Path, name: str | None = None, folder: str | None = None) -> Path:
     """Copy a profile to where `s2o-calibrate` would write it below a folder.
 
     Args:

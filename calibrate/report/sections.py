@@ -12,7 +12,8 @@ from typing import Any
 
 from calibrate.model.preflight import Preflight
 from calibrate.progress import format_duration
-from calibrate.proof.layers import EIGHTHS, PLACES
+from calibrate.prompts.questions import EIGHTHS
+from calibrate.proof.layers import PLACES
 from calibrate.proof.recheck import CertificateCheck, LengthCheck, ProofCheck
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record, read_record

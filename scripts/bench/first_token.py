@@ -501,17 +501,8 @@ def report(file: FirstTokenFile) -> None:
         interval = f"{ratio:.2f}x ({low:.2f} to {high:.2f})"
         cells.append([*numbers, *medians, interval, verdict, noise, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
-    times = (
-        "stock, ms",
-        "off, ms",
-        "S2O, ms",
-        "off / S2O",
-        "S2O is",
-        "stock / off",
-        "first stock, ms",
-        "first S2O, ms",
-    )
-    names = ("tokens", "chunk", "cached", *times, "same token")
+    times, firsts = ("stock, ms", "off, ms", "S2O, ms"), ("first stock, ms", "first S2O, ms")
+    names = ("tokens", "chunk", "cached", *times, "off / S2O", "S2O is", "stock / off", *firsts, "same token")
     print_table(Table(names, cells, title), open_console())
     for engine, right in file.needles.items():
         print(f"{engine}: {right} of {NEEDLES} needles")
