@@ -42,7 +42,7 @@ from calibrate.prompts.retrieval import (
 )
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
-from s2o_runtime.fields import pluralize
+from s2o_runtime.fields import group_by_key, pluralize
 
 ASK = "List the secret codes that are hidden in the text above."
 TODAY = "26 Jul 2024"  # for chat templates that state the date: prompts do not depend on the day
@@ -64,9 +64,7 @@ def split(
     as long as the prompt go before those that must be joined. size: returns a document's tokens. rng: draws the
     order of the groups.
     """
-    groups: dict[str, list[Document]] = defaultdict(list)
-    for document in documents:
-        groups[document.group].append(document)
+    groups = group_by_key((document.group, document) for document in documents)
     free = rng.sample(sorted(groups), len(groups))
     shared: dict[str, list[Document]] = {purpose: [] for purpose in PURPOSES}
     for length in sorted(wanted, reverse=True):

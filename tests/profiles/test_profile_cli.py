@@ -265,13 +265,20 @@ def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, seed, cod
 
 @SLOW
 def test_verify_checks_the_certificate_on_other_prompts(calibrated, run):
-    code, check = run("verify", calibrated, *["--model", "demo", "--device", "cpu", "--seed", "5", "--json"])
+    """On as many as are asked for; each one's values are there, with what they were measured of."""
+    flags = ["--model", "demo", "--device", "cpu", "--seed", "5", "--num-certify", "4", "--json"]
+    code, check = run("verify", calibrated, *flags)
     assert code == 0, check
+    assert re.search("^prompts  4 of each length, built-in code, ", run.stderr, re.M)
+    assert [check[name] for name in ("model", "profile", "device", "seed")] == ["demo", str(calibrated), "cpu", 5]
     (length,), (stated,) = check["lengths"], read_record(load_profile(calibrated)).certificate.lengths
-    assert (length["length"], length["prompts"], check["problems"]) == (512, 3, [])
-    assert length["groups"] == stated.groups == 3
+    assert (length["length"], length["prompts"], check["problems"]) == (512, 4, [])
+    assert (length["groups"], stated.groups) == (4, 3)
     assert (length["broken"], length["above"]) == (0, None)
-    assert 0 < length["means"] < 2
+    of_prompts = length["of_prompts"]
+    assert sum(prompt["kl"] for prompt in of_prompts) / 4 == pytest.approx(length["mean_kl"])
+    assert 0 < length["means"] <= max(prompt["error_over_limit"] for prompt in of_prompts) < 3
+    assert len({prompt["group"] for prompt in of_prompts}) == 4
 
 
 def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monkeypatch, caplog):
@@ -371,6 +378,9 @@ BAD_INPUT = [
     ("verify FULL", "verify needs the profile's model: give --model MODEL"),
     (f"verify {DEMO_PROFILE} --model qwen2.5-7b --device cpu", "is not of qwen2.5-7b, which has "),
     ("verify mse-1.safetensors --model demo --device cpu --seed 5", "is not certified"),
+    (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 0", "was made with seed 0, expected one with fresh"),
+    (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 1 --num-certify 9999999", "num_certify 9999999 is"),
+    ("verify FULL --model demo --num-certify 64", "num_certify is of fresh prompts, which no seed draws"),
     ("rebudget FULL", "needs the new budget: give --budget-mse or --budget-rel-mse"),
     ("rebudget FULL --budget-rel-mse 1e-2 --ceiling-rel-mse 1e-3", "ceiling_rel_mse 0.001 goes with"),
     ("publish FULL --name org/model --out-dir to", "was calibrated on random weights"),
