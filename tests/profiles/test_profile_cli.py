@@ -379,7 +379,7 @@ BAD_INPUT = [
     (f"verify {DEMO_PROFILE} --model qwen2.5-7b --device cpu", "is not of qwen2.5-7b, which has "),
     ("verify mse-1.safetensors --model demo --device cpu --seed 5", "is not certified"),
     (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 0", "was made with seed 0, expected one with fresh"),
-    (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 1 --num-certify 9999999", "num_certify 9999999 is"),
+    (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 1 --num-certify 9999999", "num_certify is 9999999: expected a whole number"),
     ("verify FULL --model demo --num-certify 64", "num_certify is of fresh prompts, which no seed draws"),
     ("rebudget FULL", "needs the new budget: give --budget-mse or --budget-rel-mse"),
     ("rebudget FULL --budget-rel-mse 1e-2 --ceiling-rel-mse 1e-3", "ceiling_rel_mse 0.001 goes with"),
