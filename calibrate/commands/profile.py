@@ -230,11 +230,8 @@ def verify(flags: Flags) -> int:
             print_fields(list_verify_plan(recipe, preflight, seconds), open_console(stderr="json" in flags))
             emit_line(PROGRAM, f"{phases[0]} ..")
 
-    profile = open_profile(
-        flags["model"], flags["profile"], name, flags.get("prompts"), flags.get("chunk"), seed=seed,
-        num_certify=flags.get("num_certify"), trust_remote_code=flags.get("trust_remote_code", False),
-        tokenizer=flags.get("tokenizer"), before_loading=announce,
-    )  # fmt: skip
+    options = {option: flags[option] for option in (*VERIFY, *FRESH) if option in flags}
+    profile = open_profile(flags["profile"], options | {"device": name}, announce)
     with PhaseClock(seconds).time_phase(phases[1], progress):
         if seed is None:
             proof = verify_proof(profile, progress=progress)

@@ -245,10 +245,9 @@ def _describe_shortage(source: str, documents: Sequence[Document], longest: int,
 
 def _take_turns(chosen: Iterable[list[Document]]) -> list[list[Document]]:
     """Return the parts with their domains in turns, and in each domain its groups: the first few are of many groups."""
-    domains: dict[str, dict[str, list[list[Document]]]] = {}
-    for part in chosen:
-        domains.setdefault(part[0].domain, {}).setdefault(part[0].group, []).append(part)
-    return _merge_in_turns([_merge_in_turns(list(groups.values())) for groups in domains.values()])
+    domains = group_by_key((part[0].domain, part) for part in chosen).values()
+    groups = [group_by_key((part[0].group, part) for part in parts).values() for parts in domains]
+    return _merge_in_turns([_merge_in_turns([*parts]) for parts in groups])
 
 
 def _merge_in_turns(lists: Sequence[list[list[Document]]]) -> list[list[Document]]:

@@ -49,7 +49,7 @@ class LoadedProfile:
     recipe: Recipe
     loaded: LoadedModel
     drawn: Recipe  # the same with the text, seed and number of the prompts to measure on
-    num_certify: int | None  # fresh prompts that each length must have; None for the recipe's number or what there is
+    num_certify: int | None  # fresh prompts that each length must have; None for the recipe's number, or what there is
 
     @contextmanager
     def start_prover(self, title: str, lengths: int, progress: bool) -> Iterator[Prover]:
@@ -62,64 +62,50 @@ class LoadedProfile:
 
 
 def open_profile(
-    model: str,
     path: Path,
-    device: str,
-    prompts: tuple[Path, ...] | None = None,
-    chunk: int | None = None,
-    *,
-    seed: int | None = None,
-    num_certify: int | None = None,
-    trust_remote_code: bool = False,
-    tokenizer: str | None = None,
+    options: Mapping[str, Any],
     before_loading: Callable[[Recipe, Preflight], object] = lambda recipe, preflight: None,
 ) -> LoadedProfile:
     """Load a profile and the model that it was calibrated for.
 
     Args:
-        model, path, device: an alias, local folder or hub id, the profile's file, and torch's name of the device.
-        prompts: files and folders to draw prompts from instead of the recipe's text; None for the recipe's.
-        chunk: tokens that layers are fed at once; None for the recipe's number.
-        seed: of fresh prompts to check its certificate on; None to prove it on those that layers were adjusted on.
-        num_certify: how many of these each length must have; None for the recipe's number, or fewer if text ends.
-        trust_remote_code: whether code that comes with the model may run; the recipe's word does not count, because
-            a profile may be another's.
-        tokenizer: the folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
+        path: the profile's file.
+        options: of the recipe, by name: model and device; if not the recipe's are to be used, prompts and chunk;
+            tokenizer and trust_remote_code, where the recipe's word does not count, because a profile may be another's;
+            seed to check its certificate on fresh prompts, and num_certify if there must be so many of each length.
         before_loading: called with the recipe of the prompts to measure on and the model's sizes once these fit, before
             its weights are loaded.
 
     Raises:
         ModelError: The model cannot be loaded.
         ProfileError: The profile cannot be read.
-        ConfigError: A number is out of its option's range.
+        ConfigError: An option is out of its range.
         InputError: Its record does not say how it was made, it is of another model, this device cannot run it, or there
             is a seed and it has no certificate, or was made with the same one.
     """
-    profile = load_profile(path)
-    if seed is not None and not select_certified_lengths(profile):
+    profile, has_prompts = load_profile(path), "prompts" in options
+    if "seed" in options and not select_certified_lengths(profile):
         raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
-    recipe = replace(read_recipe(profile, path), model=model, device=device)
-    recipe = replace(recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-    recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
-    drawn = recipe if prompts is None else replace(recipe, prompts=prompts, domains=None)
-    if seed is not None:
-        if prompts is None and seed == recipe.seed:  # another number of prompts would hide other needles in this text
-            raise InputError(f"{path} was made with seed {seed}, expected one with fresh prompts: give another --seed")
-        num_prompts = recipe.num_certify if num_certify is None else num_certify
-        drawn = replace(drawn, seed=seed, num_certify=num_prompts).validate()
-        if prompts is not None:  # of the user's text as much as possible is for the certificate
-            drawn = replace(drawn, num_prompts=1, held_out=1)
-    profile, rejected = adapt_to_device(profile, torch.device(device))
+    fresh = {name: options[name] for name in ("prompts", "seed", "num_certify") if name in options}
+    loading = {name: value for name, value in options.items() if name not in fresh}
+    recipe = replace(read_recipe(profile, path), **{"tokenizer": None, "trust_remote_code": False} | loading)
+    fresh |= {"domains": None} if has_prompts else {}
+    if "seed" in options and has_prompts:  # of the user's text as much as possible is for the certificate
+        fresh |= {"num_prompts": 1, "held_out": 1}
+    drawn = replace(recipe, **fresh).validate()
+    if options.get("seed") == recipe.seed and not has_prompts:  # another number would hide other needles in this text
+        raise InputError(f"{path} was made with seed {recipe.seed}, expected fresh prompts: give another --seed")
+    profile, rejected = adapt_to_device(profile, torch.device(recipe.device))
     if rejected is not None:
         raise InputError(f"{path} cannot be proven here: {rejected}")
-    config = load_config(model, random_weights=True, trust_remote_code=trust_remote_code)  # an alias's sizes ship
+    model, device, random = recipe.model, recipe.device, recipe.random_weights
+    config = load_config(model, random_weights=True, trust_remote_code=recipe.trust_remote_code)  # an alias's ship
     check_sizes(profile, path, model, geometry(config))
-    random = recipe.random_weights
     before_loading(drawn, make_preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
     loaded = load(model, device, seed=recipe.seed, **recipe.loading)
     if mismatch := explain_mismatch(loaded.fingerprint, profile.fingerprint):
         raise InputError(f"{path} is not of {model}: {mismatch} of the profile: calibrate this model")
-    return LoadedProfile(profile, recipe, loaded, drawn, num_certify)
+    return LoadedProfile(profile, recipe, loaded, drawn, options.get("num_certify"))
 
 
 def select_certified_lengths(profile: Profile) -> dict[int, CertifiedLength]:

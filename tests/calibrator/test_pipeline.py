@@ -179,7 +179,8 @@ def test_by_default_what_is_written_keeps_to_a_budget_of_answers(resident, tiny_
         (answers,) = measure_answers(Prover(executor, chunk=made.chunk), prompts, [profile])
     measured = statistics.fmean(prompt.kl for prompt in answers)
     assert 0.5 * shown.answers.mean < measured <= 1.001 * shown.answers.mean  # the proof may have taken from layers
-    opened, fresh = (open_profile(str(tiny_folder), made.out, "cpu", seed=seed) for seed in (None, 5))
+    options = {"model": str(tiny_folder), "device": "cpu"}
+    opened, fresh = (open_profile(made.out, options | seed) for seed in ({}, {"seed": 5}))
     check = verify_certificate(fresh)
     assert (verify_proof(opened).problems, check.problems, check.lengths[0].groups) == ((), (), 3)
     said = "gives 3 fresh prompts of 768 tokens of 3 groups of text, expected at least 64 of 3: give another --num-cert"

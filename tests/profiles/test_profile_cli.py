@@ -247,7 +247,7 @@ def recorded(profile, recipe, **changes):
     [
         (careless, (), 3, r"the proof failed \(layer 0 at 512 tokens has an error of .* in an eighth .*, 1.50e-03 is"),
         # of fewer fresh prompts nothing is surely beyond chance
-        (lambda profile: recorded(careless(profile), {"num_certify": 20}), ("--seed", 5), 3,
+        (careless, ("--seed", 5, "--num-certify", 20), 3,
          r"the certificate does not hold \(layer . at 512 tokens: its mean error is"),
         (lambda profile: dataclasses.replace(profile, fingerprint="0" * 64), (), 2, "is not of demo: the weights are"),
         (lambda profile: minimal(), (), 2, "does not say how it was calibrated"),
@@ -378,8 +378,8 @@ BAD_INPUT = [
     ("verify FULL", "verify needs the profile's model: give --model MODEL"),
     (f"verify {DEMO_PROFILE} --model qwen2.5-7b --device cpu", "is not of qwen2.5-7b, which has "),
     ("verify mse-1.safetensors --model demo --device cpu --seed 5", "is not certified"),
-    (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 0", "was made with seed 0, expected one with fresh"),
-    (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 1 --num-certify 9999999", "num_certify is 9999999: expected a whole number"),
+    (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 0", "was made with seed 0, expected fresh prompts: give"),
+    (f"verify {DEMO_PROFILE} --model demo --seed 1 --num-certify 9999999", "num_certify is 9999999: expected a whole"),
     ("verify FULL --model demo --num-certify 64", "num_certify is of fresh prompts, which no seed draws"),
     ("rebudget FULL", "needs the new budget: give --budget-mse or --budget-rel-mse"),
     ("rebudget FULL --budget-rel-mse 1e-2 --ceiling-rel-mse 1e-3", "ceiling_rel_mse 0.001 goes with"),
