@@ -198,7 +198,7 @@ def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: L
 
 @dataclass(frozen=True)
 class FreshPrompt:
-    """What one fresh prompt shows of a certificate."""
+    """One fresh prompt, and what it shows of a certificate."""
 
     domain: str  # the kind of text, and the source of most of it, as in `Prompt`
     group: str
@@ -281,9 +281,9 @@ def verify_certificate(opened: LoadedProfile, *, progress: bool = False) -> Cert
         groups = len(TextGroups.from_prompts(found))
         if groups < MIN_GROUPS or len(found) < fewest:
             raise InputError(
-                f"{opened.drawn.prompt_source} gives {pluralize(len(found), 'fresh prompt')} of {length} tokens of "
-                f"{pluralize(groups, 'group')} of text, expected at least {fewest} of {MIN_GROUPS}: give another "
-                "--num-certify or --seed, or --prompts with more text"
+                f"of {opened.drawn.prompt_source} there are {len(found)} fresh prompts of {length} tokens, of "
+                f"{pluralize(groups, 'group')} of text, expected at least {fewest} of {MIN_GROUPS} groups: give "
+                "another --num-certify or --seed, or --prompts with more text"
             )
     proofs: dict[int, LengthProof] = {}
     with opened.start_prover("certifying", len(certified), progress) as prover:

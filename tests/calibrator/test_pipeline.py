@@ -183,7 +183,7 @@ def test_by_default_what_is_written_keeps_to_a_budget_of_answers(resident, tiny_
     opened, fresh = (open_profile(made.out, options | seed) for seed in ({}, {"seed": 5}))
     check = verify_certificate(fresh)
     assert (verify_proof(opened).problems, check.problems, check.lengths[0].groups) == ((), (), 3)
-    said = "gives 3 fresh prompts of 768 tokens of 3 groups of text, expected at least 64 of 3: give another --num-cert"
+    said = "are 3 fresh prompts of 768 tokens, of 3 groups of text, expected at least 64 of 3 groups: give another"
     with pytest.raises(InputError, match=said):
         verify_certificate(replace(fresh, num_certify=64))
     stages, run = set(), WorkerState.run
