@@ -46,7 +46,8 @@ class TextGroups:
     @classmethod
     def from_prompts(cls, prompts: Sequence[Prompt]) -> TextGroups:
         """Group prompts, in the order of the groups' first ones; a prompt whose group is not known is one."""
-        members = group_by_key(((text.domain, text.group or number), number) for number, text in enumerate(prompts))
+        keys = [(prompt.domain, prompt.group or number) for number, prompt in enumerate(prompts)]
+        members = group_by_key((key, number) for number, key in enumerate(keys))
         kinds = tuple(prompts[numbers[0]].domain for numbers in members.values())
         return cls(tuple(map(tuple, members.values())), kinds)
 
