@@ -26,7 +26,6 @@ TOKENIZER = load_tokenizer("demo")
 SETTINGS = {  # of the times that docs/serving.md states
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
-    "enforce_eager": False,
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
 }
