@@ -31,7 +31,8 @@ from support.models import SIZES
 from support.pages import ROOT
 from support.processes import called, refusal
 
-GOOD = ["--model", "demo", "--budget-mse", "1e-4", "--lengths", "512", "--device", "cpu"]
+MODEL = "--model demo --budget-mse 1e-4"
+GOOD = f"{MODEL} --lengths 512 --device cpu".split()
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_only_a_folder_of_ones_own_takes_a_profile(model, message, command, tmp_
 
 def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkeypatch):
     """Each command takes what the one before it wrote; what cannot be published is refused before it is measured."""
-    flags, ran = [*GOOD[:-4], "--lengths", "512,8192", "--device", "cpu", "--out", "p.safetensors", "--quiet"], []
+    flags, ran = f"{MODEL} --lengths 512,8192 --device cpu --out p.safetensors --quiet".split(), []
 
     def calibrate(recipe, **_):
         recipe.out.touch()
@@ -186,12 +187,8 @@ def test_the_plan_says_when_others_use_the_cores(load, threads, said, command, m
 
 @pytest.mark.parametrize("worthwhile", [True, False])
 def test_a_run_ends_with_what_was_written_and_what_is_worth_deploying(worthwhile, command, monkeypatch):
-    files = {
-        "report_files": [Path("p.html")],
-        "report_failure": "",
-        "recipe": SimpleNamespace(out=Path("p.safetensors")),
-    }
-    finished = SimpleNamespace(report="the report", written=True, **files)
+    finished = SimpleNamespace(report="the report", written=True, report_files=[Path("p.html")], report_failure="")
+    finished.recipe = SimpleNamespace(out=Path("p.safetensors"))
     monkeypatch.setattr(commands, "run", lambda *_, **__: finished)
     monkeypatch.setattr(page, "print_report", lambda report, console: None)
     monkeypatch.setattr(sections, "is_worthwhile", lambda report: (report, worthwhile) == ("the report", True))
@@ -219,8 +216,8 @@ def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, pl
     (tmp_path / "mine.yaml").write_text(
         f"{written}time_limit: 5m\ntails: [off]\nworst_rows: null\nrandom_weights: true\nseed: 7\n"
     )
-    flags = ["--recipe", "mine.yaml", "--budget-rel-mse", "0.01", "--lengths", "1024", "--no-random-weights"]
-    plan = plan_of(*flags, "--trials", 2, "--check-lengths", "none")
+    flags = "--recipe mine.yaml --budget-rel-mse 0.01 --lengths 1024 --no-random-weights --trials 2"
+    plan = plan_of(*flags.split(), "--check-lengths", "none")
     expected = {
         "model": "demo", "budget": "rel_mse 0.01", "lengths": "1024", "check lengths": "none", "time limit": "300 s",
         "tails": "off", "worst rows": "off", "weights": "the model's", "seed": "7",
@@ -228,7 +225,7 @@ def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, pl
     }  # fmt: skip
     assert {name: plan[name] for name in expected} == {name: f"{text} (given)" for name, text in expected.items()}
     assert plan["margin"] == "90% of the budget is spent"
-    yaml = command(*flags, "--dry-run", "--yaml").stdout
+    yaml = command(*flags.split(), "--dry-run", "--yaml").stdout
     assert "budget_rel_mse: 0.01\n" in yaml
     (tmp_path / "again.yaml").write_text(yaml)
     assert command("--recipe", "again.yaml", "--dry-run", "--yaml").stdout == yaml
@@ -328,8 +325,8 @@ def test_a_plan_counts_the_prompts(command, plan_of, tmp_path):
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100) + lines_of(20, 600))
     demo = ["--model", "demo", "--device", "cpu"]
     mine = [*demo, "--prompts", "mine.jsonl", "--lengths"]
-    few = ["--num-prompts", 1, "--num-held-out", 1, "--num-certify", 9]
-    assert plan_of(*mine, "512", *few)["prompts"] == "mine.jsonl; 11 of 11 needed at 512 (given)"
+    few = "512 --num-prompts 1 --num-held-out 1 --num-certify 9"
+    assert plan_of(*mine, *few.split())["prompts"] == "mine.jsonl; 11 of 11 needed at 512 (given)"
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100))
     outcome = command(*mine, "1024", "--dry-run", "--quiet")
     assert "prompts: 3 of 35 needed at 1024; at 1024 tokens not proven: 0 groups" in refusal(outcome, "s2o-calibrate")
