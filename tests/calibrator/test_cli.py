@@ -34,6 +34,8 @@ from support.processes import called, refusal
 MODEL = "--model demo --budget-mse 1e-4"
 TYPED = f"{MODEL} --lengths 512 --device cpu"
 GOOD = TYPED.split()
+SMALL = "--lengths 256 --segments 64 --trials 1 --num-prompts 1 --num-held-out 1 --num-certify 0 --device cpu --quiet "
+SMALL += "--budget-rel-mse 1e-2"
 
 
 @pytest.fixture
@@ -71,9 +73,7 @@ def unfit(tmp_path_factory):
 @pytest.fixture
 def calibrate_tiny(tiny_folder, command):
     """A calibration of a tiny model in seconds; after the first, the journal has all measurements."""
-    flags = "--lengths 256 --segments 64 --trials 1 --num-prompts 1 --num-held-out 1 --num-certify 0 --device cpu"
-    flags += " --budget-rel-mse 1e-2 --journal j --quiet"
-    return partial(command, "--model", tiny_folder, *flags.split())
+    return partial(command, "--model", tiny_folder, *SMALL.split(), "--journal", "j")
 
 
 @pytest.mark.slow(reason="calibrates a tiny model")
@@ -103,8 +103,7 @@ def test_a_profile_in_the_models_folder_is_all_that_is_written_and_is_found(comm
     """Loaders read every .safetensors beside the weights, none in a folder."""
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
     before = {path: path.read_bytes() for path in folder.rglob("*")}
-    flags = "--lengths 256 --segments 64 --trials 1 --num-prompts 1 --num-held-out 1 --num-certify 0 --device cpu"
-    outcome = command("--model", folder, *flags.split(), "--budget-rel-mse", "1e-2", "--quiet", "--out-in-model")
+    outcome = command("--model", folder, *SMALL.split(), "--out-in-model")
     assert outcome.returncode == 0, outcome.stderr
     written = folder / "s2o" / "cpu" / "rel-mse-0.01.safetensors"
     assert {path: path.read_bytes() for path in folder.rglob("*") if "s2o" not in path.parts} == before

@@ -60,11 +60,11 @@ def test_a_dry_run_prints_the_plan_writes_nothing_and_needs_no_hub(tmp_path):
     assert run(*flags, "qwen2.5-7b", cwd=tmp_path).returncode == 4
 
 
-@pytest.mark.parametrize("dry", [["--dry-run"], []])
+@pytest.mark.parametrize("dry", ["--dry-run", ""])
 def test_a_profile_of_other_sizes_is_refused_before_anything_is_measured(dry, tmp_path):
     profile = next((ROOT / "profiles").glob("smollm2*/*/*.safetensors"))
-    arguments = ["--model", "demo", "--profile", profile, "--device", "cpu", "--out-dir", "out", *dry]
-    assert f"{profile} is not of demo, which has " in refusal(run(*arguments, cwd=tmp_path), "s2o-eval")
+    flags = f"--model demo --device cpu --out-dir out {dry} --profile"
+    assert f"{profile} is not of demo, which has " in refusal(run(*flags.split(), profile, cwd=tmp_path), "s2o-eval")
     assert list(tmp_path.iterdir()) == []
 
 

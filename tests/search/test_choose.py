@@ -1,8 +1,6 @@
 """From curves to the settings of every layer: groups that share a study, and what each layer may spend."""
 
 import itertools
-import pickle
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -26,7 +24,7 @@ from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from support.executors import CPU, GPU, Pretended, pretended
+from support.executors import CPU, GPU, Pickling, pretended
 
 LENGTH, SEGMENTS = 768, (64, 128)
 TILES = (TileConfig(64, 64, 2), TileConfig(64, 64, 4))
@@ -79,30 +77,6 @@ def run(curves, journal, device=CPU, executor=pretended, **changes):
     assert list(chosen) == [LENGTH]
     assert len(texts) == chosen[LENGTH].trials
     return chosen[LENGTH]
-
-
-class Pickling(Pretended):
-    """Runs items one at a time in a thread, from their pickles, as a worker elsewhere would; calls wait in threads."""
-
-    size = 2
-
-    def __init__(self, worker, device):
-        super().__init__(worker, device)
-        self._items, self._calls = ThreadPoolExecutor(1), ThreadPoolExecutor(64)
-
-    def submit(self, item):
-        return self._items.submit(self._run_pickled, pickle.dumps(item))
-
-    def spread(self, tracks):
-        pending = [(item, self.submit(item)) for track in tracks for item in track]
-        for item, result in reversed(pending):
-            yield item, result.result()
-
-    def run_async(self, call):
-        return self._calls.submit(call)
-
-    def _run_pickled(self, item):
-        return pickle.loads(pickle.dumps(self._worker.run(pickle.loads(item))))
 
 
 def true_errors(chosen):
