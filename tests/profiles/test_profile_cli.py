@@ -265,7 +265,7 @@ def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, seed, cod
 
 @SLOW
 def test_verify_checks_the_certificate_on_other_prompts(calibrated, run):
-    code, check = run("verify", calibrated, *["--model", "demo", "--device", "cpu", "--seed", "5", "--json"])
+    code, check = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--seed", 5, "--json")
     assert code == 0, check
     (length,), (stated,) = check["lengths"], read_record(load_profile(calibrated)).certificate.lengths
     assert (length["length"], length["prompts"], check["problems"]) == (512, 3, [])
@@ -374,10 +374,7 @@ BAD_INPUT = [
     ("rebudget FULL", "needs the new budget: give --budget-mse or --budget-rel-mse"),
     ("rebudget FULL --budget-rel-mse 1e-2 --ceiling-rel-mse 1e-3", "ceiling_rel_mse 0.001 goes with"),
     ("publish FULL --name org/model --out-dir to", "was calibrated on random weights"),
-    (
-        "publish mse-1.safetensors --out-dir to",
-        "is not the hub id of a model, which its profile is",
-    ),
+    ("publish mse-1.safetensors --out-dir to", "is not the hub id of a model, which its profile is"),
     ("publish mse-1.safetensors --name org/model --out-dir to", "does not say what its budget is"),
     ("plot FULL --out none/p.png", "cannot be written or read (No such file or directory)"),
     ("card FULL --shelf", "unrecognized arguments: --shelf"),

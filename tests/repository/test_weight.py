@@ -1,5 +1,6 @@
 """The gate on weight: how much code each room may have. Run as a script, it prints the table: `make check` does."""
 
+import ast
 import io
 import math
 import token
@@ -50,7 +51,7 @@ CAPS: dict[str, tuple[int, float]] = {
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
-CODE = {token.OP, token.NAME, token.NUMBER, token.STRING}
+CODE = {token.OP, token.NAME, token.NUMBER, token.STRING, FSTRING_START}
 
 
 class Weight(NamedTuple):
@@ -70,26 +71,17 @@ def weigh(text: str) -> Weight:
 
     A string that is a statement is a docstring. An f-string is one token on every Python, as it is up to 3.11.
     """
-    tokens, lines, fstrings, statement_begins, pending = 0, set(), 0, True, None
+    docstrings = {
+        (node.lineno, node.col_offset)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    tokens, lines, fstrings = 0, set(), 0
     for item in tokenize.generate_tokens(io.StringIO(text).readline):
-        if item.type in (token.COMMENT, token.NL, token.INDENT, token.DEDENT):
-            continue
-        if pending is not None and item.type not in (token.NEWLINE, token.ENDMARKER):
-            tokens += 1
-            lines |= pending
-        pending = None
-        if item.type in (token.NEWLINE, token.ENDMARKER):
-            statement_begins = True
-            continue
-        span = set(range(item.start[0], item.end[0] + 1))
-        inside = fstrings > 0
+        if fstrings or (item.type in CODE and item.start not in docstrings):
+            tokens += not fstrings
+            lines.update(range(item.start[0], item.end[0] + 1))
         fstrings += (item.type == FSTRING_START) - (item.type == FSTRING_END)
-        if item.type == token.STRING and statement_begins:
-            pending = span  # a docstring, if the statement ends here
-        elif inside or item.type in CODE or item.type == FSTRING_START:
-            tokens += not inside
-            lines |= span
-        statement_begins = False
     return Weight(len(lines), tokens)
 
 
