@@ -39,15 +39,15 @@ CAPS: dict[str, tuple[int, float]] = {
     "s2o_runtime/serving": (971, 10.3),
     "s2o_runtime/sglang": (464, 9.3),
     "s2o_runtime/vllm": (540, 8.9),
-    "scripts": (250, 9.1),
-    "scripts/bench": (1485, 11.5),
+    "scripts": (249, 9.0),
+    "scripts/bench": (1464, 11.5),
     "scripts/bench/baselines": (1029, 12.5),
-    "scripts/demo_model": (366, 10.8),
-    "scripts/docs": (748, 10.4),
+    "scripts/demo_model": (357, 10.5),
+    "scripts/docs": (744, 10.4),
     "scripts/study": (115, 13.1),
-    "tests": (17687, 12.4),
-    "tests/support": (1897, 12.1),
-    UNALLOCATED: (6, 0.0),
+    "tests": (17600, 12.4),
+    "tests/support": (1850, 12.1),
+    UNALLOCATED: (175, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
