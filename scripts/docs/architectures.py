@@ -39,10 +39,7 @@ CAPABILITIES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "greedy": (("test_generate", {"how": {}}),),
     "beams": (("test_generate", {"how": {"num_beams": 3}}),),
     "sampling": (("test_generate", {"how": {"do_sample": True}}),),
-    "dynamic cache": (
-        ("test_chunked_prefill_and_decode", {"cache": "dynamic"}),
-        ("test_generate", {"how": {}}),
-    ),
+    "dynamic cache": (("test_chunked_prefill_and_decode", {"cache": "dynamic"}), ("test_generate", {"how": {}})),
     "static cache": (
         ("test_chunked_prefill_and_decode", {"cache": "static"}),
         ("test_generate", {"how": {"cache_implementation": "static", "disable_compile": True}}),

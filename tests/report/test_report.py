@@ -23,13 +23,9 @@ from support.profiles import CERTIFICATE
 BUDGET = 1e-3
 SECONDS = ("seconds", "dense_seconds")
 PARTS = {  # of a report, by the fields that hold them
-    "budget": contents.BudgetReport,
-    "certificate": Certificate,
-    "journal": contents.JournalReport,
-    "lengths": contents.LengthReport,
-    "layers": contents.LayerReport,
-    "heads": contents.HeadReport,
-}
+    "budget": contents.BudgetReport, "certificate": Certificate, "journal": contents.JournalReport,
+    "lengths": contents.LengthReport, "layers": contents.LayerReport, "heads": contents.HeadReport,
+}  # fmt: skip
 
 
 def made_layer(number, heads, length, on_gpu, dense):
