@@ -30,9 +30,7 @@ class PhaseClock:
     """
 
     def __init__(
-        self,
-        expected: Mapping[str, float] = MappingProxyType({}),
-        clock: Callable[[], float] = time.monotonic,
+        self, expected: Mapping[str, float] = MappingProxyType({}), clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds: dict[str, float] = {}
         self.continues = False

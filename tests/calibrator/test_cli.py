@@ -146,7 +146,7 @@ def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkey
     assert (published["name"], published["out_dir"]) == ("org/model", Path("out"))
     monkeypatch.setattr(commands, "run", None)
     for more, message in (
-        (["--lengths", "8192", "--name", "org/model"], "scores a trained model on RULER above the shortest length"),
+        (["--lengths", "8192", "--name", "org/model"], "--lengths 8192 has none that --publish scores RULER at"),
         (["--json", "--name", "org/model"], "and prints tables: leave --random-weights and --json out"),
         ([], "demo is not the hub id of a model, which its profile is published under: give --name ID"),
     ):
@@ -293,6 +293,7 @@ BAD_INPUT = [
     ("--journal", ".", "--journal . is a folder"),
     ("--device", "tpu", "device 'tpu' is not known"),
     ("--yaml", None, "--yaml prints what --dry-run would run: give both"),
+    ("--name", "org/model", "--name is what --publish calls the model: give both"),
 ]
 
 
