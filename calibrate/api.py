@@ -150,11 +150,9 @@ def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: D
     """Warn of a large model without a GPU."""
     if device.kind != "cuda" and preflight.sizes.parameters > LARGE:
         log.warning(
-            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; take fewer and shorter prompts "
-            "(--lengths, --num-certify), or calibrate on a GPU, for which the plan is --dry-run --target-gpu H100",
-            model,
-            preflight.sizes.parameters / 1e9,
-            format_duration(seconds),
+            f"{model} has {preflight.sizes.parameters / 1e9:.1f} billion parameters and this run has no GPU: it takes "
+            f"about {format_duration(seconds)}; take fewer and shorter prompts (--lengths, --num-certify), or "
+            "calibrate on a GPU, for which the plan is --dry-run --target-gpu H100"
         )
 
 

@@ -145,6 +145,8 @@ def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_pro
     Raises what `check_writable` does.
     """
     check_writable(option, path)
+    if is_profile and (path.parent / "config.json").exists():
+        raise ConfigError(f"{option} {path} is beside weights, as which loaders read it: use {path.parent / IN_MODEL}/")
     if not path.exists():
         return
     if any(source.exists() and path.samefile(source) for source in inputs):

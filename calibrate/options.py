@@ -127,6 +127,11 @@ class Option:
             raise argparse.ArgumentTypeError(f"{value!r}: expected {rule}{example}") from None
 
 
+def read_path(text: str) -> Path:
+    """Return the file name that a flag gives, with ~ expanded. Raises ArgumentTypeError for an empty one."""
+    return Path(Option(Rule(Path), "", "")._from_text(text))
+
+
 def option(rule: Rule, help: str, group: str, *, default: Any = MISSING, **more: Any) -> Any:
     """Return a dataclass field that one `Option` gives a value; without a default one must be given."""
     return field(default=default, metadata={_KEY: (Option(rule, help, group, **more),)})

@@ -75,7 +75,7 @@ def interval(seconds: list[float]) -> tuple[float, float]:
 def measure_medians(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS, flushes: int = FLUSHES
 ) -> dict[str, float]:
-    """Return the median time of each call in seconds, as `samples` takes them."""
+    """Return the median time of each call in seconds, as `sample_times` takes them."""
     return {name: statistics.median(seconds) for name, seconds in sample_times(calls, device, rounds, flushes).items()}
 
 

@@ -3,7 +3,6 @@
 
     python -m scripts.mutants                  applies every mutant, one at a time, to a copy of the sources
     python -m scripts.mutants --only rank      those whose names contain the text
-    python -m scripts.mutants --list           what there is, without running it
 
 A mutant is one replacement in one file; mutants.yaml beside this file lists them. Its tests run first in a copy without
 it and must pass there; with it they must fail. Exit code 1 names the mutants that survive: their tests say less than
@@ -111,12 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "scripts.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose name or file contains this")
-    parser.add_argument("--list", action="store_true", help="print their names and files")
     args = parser.parse_args(argv)
     mutants = [mutant for mutant in MUTANTS if args.only in mutant.name or args.only in mutant.path]
-    if args.list or not mutants:
-        print("\n".join(f"{mutant.path}: {mutant.name}" for mutant in mutants) or f"no mutant with {args.only!r}")
-        return 0 if mutants else 2
+    if not mutants:
+        print(f"no mutant with {args.only!r}")
+        return 2
     with tempfile.TemporaryDirectory(prefix="s2o-mutants-") as temporary:
         folder = Path(temporary)
         copy_of_the_sources(folder)

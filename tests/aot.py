@@ -157,14 +157,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The parts of a compiled kernel: instructions by kind, bytes of memory, registers of a thread, layouts."""
+    """The parts of a compiled kernel: instructions by kind, bytes of memory, layouts."""
 
     cp_async: int
     wgmma: int
     tcgen05: int
     mma_sync: int
     shared: int
-    registers: int
     stack: int
     local: int
     assembly_layouts: tuple[str, ...]
@@ -505,7 +504,6 @@ def compile_kernel(
         tcgen05=len(re.findall(r"tcgen05\.mma", ptx)),
         mma_sync=len(re.findall(r"mma\.sync", ptx)),
         shared=built.metadata.shared,
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack=stack,
         local=local,
         assembly_layouts=_assembly_layouts(built.asm["ttgir"]),

@@ -78,6 +78,15 @@ def demo():
     return load("demo", "cpu", resident=True)
 
 
+@pytest.fixture
+def journal(tmp_path):
+    """An empty journal."""
+    from calibrate.journal import Journal
+
+    with Journal.open(tmp_path / "journal", {}) as journal:
+        yield journal
+
+
 @pytest.fixture(autouse=True)
 def _log():
     """Servers set the level of S2O's log and add handlers to it."""

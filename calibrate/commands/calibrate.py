@@ -7,13 +7,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calibrate.api import log, make_plan, run
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.evaluation.plan import RULER
-from calibrate.options import add_flags
+from calibrate.options import add_flags, format_value, read_path
 from calibrate.recipe import INPUT, OPTIONS, OUTPUT, Recipe, load_yaml, merge_options
 from s2o_runtime.command_line import (
     INTERRUPTED,
@@ -60,14 +59,14 @@ def build_parser() -> Parser:
     )
     groups = add_flags(out, OPTIONS.values())
     groups[INPUT].add_argument(
-        "--recipe", type=Path, metavar="FILE.yaml", help="options by the names of these flags, which override them"
+        "--recipe", type=read_path, metavar="FILE.yaml", help="options by the names of these flags, which override them"
     )
     output = groups[OUTPUT]
     output.add_argument(
         "--out-in-model", action="store_true", help="write into s2o/ of the model's own folder, where it is found"
     )
     output.add_argument(
-        "--publish", type=Path, metavar="FOLDER", help="score RULER too, and put profile, card and README into a folder"
+        "--publish", type=read_path, metavar="FOLDER", help="score RULER too, and fill a folder to publish"
     )
     output.add_argument("--name", metavar="ORG/MODEL", help="with --publish: the model's hub id (default --model)")
     output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")
@@ -99,6 +98,8 @@ def _run(flags: Flags) -> int:
         return OK
     if "yaml" in flags and "dry_run" not in flags:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
+    if "name" in flags and "publish" not in flags:
+        raise ConfigError("--name is what --publish calls the model: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merge_options(file, {name: value for name, value in flags.items() if name in OPTIONS})
     dry_run, progress = "dry_run" in flags, "quiet" not in flags
@@ -164,12 +165,14 @@ def _check_publishable(recipe: Recipe, flags: Flags) -> None:
     from calibrate.evaluation.ruler import load_generators
     from calibrate.report.publish import check_publishable
 
-    if recipe.random_weights or "json" in flags or not _list_ruler_lengths(recipe):
+    if recipe.random_weights or "json" in flags:
+        raise ConfigError("--publish needs trained weights and prints tables: leave --random-weights and --json out")
+    if not _list_ruler_lengths(recipe):
         raise ConfigError(
-            "--publish scores a trained model on RULER above the shortest length and prints tables: leave "
-            f"--random-weights and --json out, and give --lengths of which others have {RULER_LENGTH} tokens or more"
+            f"--lengths {format_value(recipe.lengths)} has none that --publish scores RULER at, of {RULER_LENGTH} "
+            "tokens or more and a quarter above the shortest: add a longer one"
         )
-    check_publishable(flags.get("name", recipe.model), flags["publish"])
+    check_publishable(flags.get("name", recipe.model), flags["publish"], "--publish")
     load_generators()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.machine import check_output, format_json_file, resolve_device
+from calibrate.options import read_path
 from calibrate.recipe import DEFAULT_CEILING, OPTIONS, Budget, Recipe, make_slug
 from s2o_runtime.command_line import NOT_PROVEN, OK, Parser, add_information, describe_exit_codes, report_failure
 from s2o_runtime.errors import ConfigError, InputError
@@ -85,24 +86,24 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--head", type=_parse_head, metavar="LAYER.HEAD", help="what one head does at every length, and why"
     )
-    show.add_argument("--journal", type=Path, metavar="FILE", help="the measurements (default beside the profile)")
+    show.add_argument("--journal", type=read_path, metavar="FILE", help="the measurements (default beside the profile)")
     add_command("rebudget", "Another budget, from what was measured: no model, no GPU.", REBUDGET)
     add_command("retile", "The same thresholds with tiles for the GPU here.", RETILE)
     export = add_command("export", "Everything in a profile as JSON.")
-    export.add_argument("--out", type=Path, metavar="FILE.json", help="default standard output")
+    export.add_argument("--out", type=read_path, metavar="FILE.json", help="default standard output")
     verify = add_command("verify", "Prove a profile here, on its own prompts or with --seed on others.", VERIFY)
     for option, (text, default) in FRESH.items():
         replace(OPTIONS[option], help=text, default_text=default).add_to(verify)
     plot = add_command("plot", "A picture of every head's threshold.")
-    plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
+    plot.add_argument("--out", type=read_path, metavar="FILE.png", help="default <profile>.tau.png here")
     card = add_command("card", "A page about a profile, in Markdown and in HTML.")
-    card.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
+    card.add_argument("--out-dir", type=read_path, metavar="FOLDER", help="default here")
     publish = add_command("publish", "A folder to publish: profile, card and README, in the layout of a model's s2o/.")
-    publish.add_argument("--out-dir", type=Path, metavar="FOLDER", required=True, help="it may hold others already")
+    publish.add_argument("--out-dir", type=read_path, metavar="FOLDER", required=True, help="it may hold others")
     publish.add_argument("--name", metavar="ORG/MODEL", help="the model's hub id (default as it was calibrated)")
     for command in (card, publish):
         command.add_argument(
-            "--evaluation", type=Path, metavar="FILE", help="summary.json of s2o-eval, for RULER's line"
+            "--evaluation", type=read_path, metavar="FILE", help="summary.json of s2o-eval, for RULER's line"
         )
     return out
 
@@ -113,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(flags: Flags) -> int:
+    for name in OPTIONS.keys() & flags.keys():
+        OPTIONS[name].check(flags[name])
     try:
         return int(COMMANDS[flags["command"]](flags))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
@@ -123,7 +126,7 @@ def _run(flags: Flags) -> int:
 
 def _find_profile(text: str) -> Path:
     """Return a profile's file; a model's name stands for the profile of it that ships, if there is one."""
-    path = Path(text).expanduser()
+    path = read_path(text)
     if path.suffix == ".safetensors" or path.exists() or path.parent != Path():
         return path
     from s2o_runtime.profile.find import list_folders
@@ -215,11 +218,13 @@ def verify(flags: Flags) -> int:
     from calibrate.api import warn_without_gpu
     from calibrate.model.estimate import estimate
     from calibrate.progress import PhaseClock
+    from calibrate.prompts.documents import read_documents
     from calibrate.proof.recheck import open_profile, verify_certificate, verify_proof
     from calibrate.report.sections import list_verify_plan, show_certificate, show_proof
     from calibrate.tables import open_console, print_fields
 
     seed, progress = flags.get("seed"), "quiet" not in flags
+    read_documents(flags.get("prompts", ()))  # bad files end the command before it loads the model
     phases, seconds = ("loading the model", "proving" if seed is None else "certifying"), dict[str, float]()
 
     def announce(recipe: Recipe, preflight: Preflight) -> None:

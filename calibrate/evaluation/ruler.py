@@ -23,7 +23,7 @@ from torch import Tensor
 
 from calibrate.evaluation.plan import RULER
 from calibrate.prompts.retrieval import encode, get_start_tokens
-from s2o_runtime.errors import InputError
+from s2o_runtime.errors import InputError, ResourceError
 
 PACKAGE = "lm_eval.tasks.ruler"
 INSTALL = "pip install --no-deps lm_eval==0.4.13 wonderwords==3.0.1"
@@ -69,7 +69,7 @@ class RulerQuestion:
 def make_question(tokenizer: Any, name: str, length: int, sample: int, *, count: int, seed: int) -> RulerQuestion:
     """Make prompt number `sample` of `count` of a task, of at most `length` tokens.
 
-    Raises InputError if lm_eval or wonderwords is not installed, or the length is too short for the task.
+    Raises ResourceError if lm_eval or wonderwords is not installed, InputError if a length is too short for the task.
     """
     task, row = TASKS[name], _draw_rows(tokenizer, name, length, count, seed)[sample]
     start = get_start_tokens(tokenizer)
@@ -115,11 +115,11 @@ def load_generators() -> dict[str, Any]:
     """Import lm_eval's files of RULER alone.
 
     The package itself would import its evaluator, datasets and nltk, hundreds of megabytes that these tasks do not use,
-    and try to download a part of nltk. Raises InputError if lm_eval or wonderwords is not installed.
+    and try to download a part of nltk. Raises ResourceError if lm_eval or wonderwords is not installed.
     """
     found = importlib.util.find_spec("lm_eval")
     if found is None or importlib.util.find_spec("wonderwords") is None:
-        raise InputError(f"the task {RULER!r} needs lm_eval and wonderwords, found at most one of them: {INSTALL}")
+        raise ResourceError(f"the task {RULER!r} needs lm_eval and wonderwords, found at most one of them: {INSTALL}")
     package: Any = ModuleType(PACKAGE)
     package.__path__ = [str(Path(*found.submodule_search_locations or ()) / "tasks" / "ruler")]
     data_set = SimpleNamespace(from_list=lambda rows, split: rows)

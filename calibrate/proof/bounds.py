@@ -16,7 +16,7 @@ from calibrate.recipe import Recipe
 from s2o_runtime.fields import group_by_key
 
 CONFIDENCE = 0.95  # of the means' claim, of each share, and of the interval for retrieval
-SPEND_FRACTIONS = (1.0, 0.85, 0.7, 0.5, 0.35)  # of its budget that a layer is tried with, until its bound holds
+SPEND_FRACTIONS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.35)  # of its budget that a layer is tried with, until its bound holds
 USUAL_SPREAD, USUAL_WEIGHT = 0.2, 1  # of prompts of one kind, over their mean; as good as so many values
 OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one variance, relative to their means
 

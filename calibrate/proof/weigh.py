@@ -162,16 +162,10 @@ def _divide_budget(
     measured = [statistics.fmean(prompt.kl for prompt in of_source) for of_source in answers]
     spent = interpolate_budget(predicted, measured, AIM * budget)
     log.info("%d tokens: predicted KL of answers %s, measured %s: %.1e is spent", length, predicted, measured, spent)
+    of_layers = zip(allocate(spent), powers, weights, constraints, strict=True)
     budgets = [
-        LayerBudget(
-            limit=limit_layer(allocation, power),
-            mse=of_layer.mean(allocation),
-            constraints=of_constraints,
-            weights=of_layer,
-        )
-        for allocation, power, of_layer, of_constraints in zip(
-            allocate(spent), powers, weights, constraints, strict=True
-        )
+        LayerBudget(limit_layer(allocation, power), weights.mean(allocation), constraints, weights)
+        for allocation, power, weights, constraints in of_layers
     ]
     return budgets, spent
 

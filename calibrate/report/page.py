@@ -128,9 +128,10 @@ def render_card(profile: Profile, file: str, origin: str = "", tasks: Sequence[s
     )
 
 
-def render_readme(name: str, profiles: Mapping[Path, Any]) -> str:
-    """Return the README of a folder to publish: a model's hub id, and paths of cards with their profiles' summaries."""
-    return _render_template("publish.j2", {}, {}, autoescape=False, hub_id=name, profiles=profiles, mark=MARK)
+def render_readme(name: str, root: Path, profiles: Mapping[Path, Profile]) -> str:
+    """Return the README of a folder to publish: its model's hub id, and its profiles, by path, with their cards."""
+    cards = {path.relative_to(root).with_suffix(".md"): summarise_profile(profiles[path]) for path in sorted(profiles)}
+    return _render_template("publish.j2", {}, {}, autoescape=False, hub_id=name, profiles=cards, mark=MARK)
 
 
 def render_html_card(profile: Profile, file: str, tasks: Sequence[str] = ()) -> tuple[str, str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from calibrate.machine import check_output
 from calibrate.model.models import ALIASES
 from calibrate.recipe import Budget, place_profile
-from calibrate.report.contents import summarise_profile
 from calibrate.report.page import render_card, render_readme
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.files import IN_MODEL, write_atomically
+from s2o_runtime.identity import explain_mismatch
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.file import serialize
 from s2o_runtime.profile.record import read_budget
@@ -21,12 +21,12 @@ from s2o_runtime.profile.record import read_budget
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
-def check_publishable(name: str, root: Path) -> str:
-    """Return the hub id that a model is published under, by itself or by its alias, in a folder.
+def check_publishable(name: str, root: Path, flag: str = "--out-dir") -> str:
+    """Return the hub id that a model is published under, by itself or by its alias, in the folder that a flag names.
 
     Raises ConfigError if it has none, or the folder's README cannot be written.
     """
-    check_output("--out-dir", root / "README.md")
+    check_output(flag, root / "README.md")
     hub_id = ALIASES.get(name, name)
     if not HUB_ID.fullmatch(hub_id) or Path(hub_id).exists():
         raise ConfigError(f"{name} is not the hub id of a model, which its profile is published under: give --name ID")
@@ -46,6 +46,7 @@ def file_profile(profile_path: Path, root: Path, name: str | None = None, folder
     Raises:
         ProfileError: the file is no profile.
         InputError: the profile has no budget in its record.
+        ConfigError: the copy or the card beside it cannot be written, or there is a page that S2O did not write.
     """
     profile, data = load_profile(profile_path), profile_path.read_bytes()
     if name is not None:
@@ -59,6 +60,7 @@ def file_profile(profile_path: Path, root: Path, name: str | None = None, folder
             "calibrate it again"
         )
     copy = place_profile(folder or profile.model_name, profile.device.name, Budget(kind, value), root)
+    check_output("beside the profile,", copy.with_suffix(".md"))
     copy.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(copy, data)
     return copy
@@ -75,15 +77,20 @@ def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[st
         root: the folder.
         tasks: sentences on what an evaluation of the profile found, for its card.
 
-    Raises what `check_publishable` and `file_profile` do, and ProfileError if the profile is of random weights.
+    Raises what `check_publishable` and `file_profile` do, ProfileError if the profile is of random weights or a file
+    among the folder's is none, and InputError if one is of another model; nothing is written then.
     """
     profile = load_profile(profile_path).check_trained()
     name = check_publishable(name or profile.model_name, root)
+    listed = {path: load_profile(path) for path in root.glob(f"{IN_MODEL}/*/*.safetensors")}
+    for path, other in listed.items():
+        if mismatch := explain_mismatch(other.fingerprint, profile.fingerprint):
+            raise InputError(
+                f"{path} is of another model ({mismatch} of {profile_path}): give a folder for this model alone"
+            )
     copy = file_profile(profile_path, root, name, IN_MODEL)
     card, readme = copy.with_suffix(".md"), root / "README.md"
-    write_atomically(card, render_card(load_profile(copy), copy.name, tasks=tasks).encode())
-    profiles = {}
-    for path in sorted(root.glob(f"{IN_MODEL}/*/*.safetensors")):
-        profiles[path.relative_to(root).with_suffix(".md")] = summarise_profile(load_profile(path))
-    write_atomically(readme, render_readme(name, profiles).encode())
+    listed[copy] = load_profile(copy)
+    write_atomically(card, render_card(listed[copy], copy.name, tasks=tasks).encode())
+    write_atomically(readme, render_readme(name, root, listed).encode())
     return [copy, card, readme]

@@ -337,7 +337,7 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
 
 def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     """Yield what fresh prompts show of a certificate: a row for each prompt, and then one for each length."""
-    of_prompt: Columns = {
+    of_prompt = {
         "text": show("domain", ""),
         "group": show("group", ""),
         "KL": show("kl", ".1e"),
@@ -345,7 +345,7 @@ def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     }
     for length in check.lengths:
         yield Table.from_rows(length.of_prompts, of_prompt, f"fresh prompts of {length.length} tokens", align="llr")
-    columns: Columns = {
+    columns = {
         "length": show("length", "d"),
         "prompts": show("prompts", "d"),
         "groups": show("groups", "d"),

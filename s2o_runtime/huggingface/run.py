@@ -126,7 +126,7 @@ def find_misfit(config: Any) -> str | None:
 def find_obstacle(config: Any) -> str | None:
     """Return why a model with this configuration, which could as well run SDPA, gets no profile; None if it may."""
     if read_available() == (None, False):
-        return f"{VARIABLE} names no profile"
+        return f"{VARIABLE} is {OFF!r}, which refuses every profile"
     if getattr(config, SOFT_CAP, None) is not None:  # SDPA does not cap scores: the model is left as it is
         return "the model caps its attention scores"
     return find_misfit(config)

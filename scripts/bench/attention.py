@@ -29,7 +29,7 @@ from s2o_runtime.errors import ConfigError
 from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention
 from scripts.bench import common
 from scripts.bench.calls import Job, bisect, device_tile, kernel_parts, with_taus
-from scripts.bench.inputs import Inputs, random_qkv, rel_mse
+from scripts.bench.inputs import SEED, Inputs, random_qkv, rel_mse
 from scripts.bench.schema import AttentionEntry, AttentionFile, AttentionRow, DenseTime, RankTime, Spread, write
 
 
@@ -37,18 +37,14 @@ def parser() -> common.Parser:
     out, add = common.bench_parser("scripts.bench.attention", __doc__)
     add("--lengths", "8192,32768,131072", type=common.int_list("8192,32768"), metavar="N,N")
     add("--densities", "0.02,0.05,0.1,0.2,0.5", type=common.float_list("0.05,0.2"), metavar="X,X")
-    add("--batch", 1, type=int, metavar="N")
     heads = common.checked(lambda text: tuple(map(int, text.split("/"))), "32/8")
     add("--heads", "32/8", "query heads / KV heads", type=heads, metavar="N/N")
     add("--head-dim", 128, type=int, metavar="N")
     add("--dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
-    add("--representatives", 1, "means of so many parts of a segment rank its keys", type=int, metavar="N")
-    add("--tail", "none", "what is done with the keys behind the stop", choices=("none", "mean"))
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
     add("--error-rows", 256, "query rows, drawn at random, whose errors are measured", type=int, metavar="N")
-    add("--seed", 0, type=int, metavar="N")
     out.add_argument("--backend", choices=("triton", "reference"), help="default triton on a GPU, reference on a CPU")
     tile, form = common.checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
     out.add_argument("--tile", type=tile, action="append", metavar=form, help="repeatable; default by the GPU")
@@ -77,21 +73,15 @@ def measure(args: argparse.Namespace) -> None:
     args.backend = args.backend or ("triton" if device.type == "cuda" else "reference")
     tiles = args.tile or [device_tile(args.head_dim, device)]
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "tile")}
-    file = AttentionFile(settings=settings, results=[], cold_l2=device.type == "cuda", **common.machine(device))
+    file = AttentionFile(settings=settings, results=[], **common.machine(device))
     for length in args.lengths:
-        inputs = inputs_of(args, length, device)
+        qkv = random_qkv(length, args.heads, args.head_dim, getattr(torch, args.dtype), device)
+        inputs = Inputs.of(qkv, args.error_rows, SEED)
         for tile in tiles:
-            ranking = {name: getattr(args, name) for name in ("segment", "representatives", "tail")}
-            file.results.append(bench(args, inputs, LayerConfig.uniform(args.heads[0], tile=tile, **ranking)))
+            never_stop = LayerConfig.uniform(args.heads[0], segment=args.segment, tile=tile)
+            file.results.append(bench(args, inputs, never_stop))
             print_entry(file.results[-1])
             write(args.out, file)
-
-
-def inputs_of(args: argparse.Namespace, length: int, device: torch.device) -> Inputs:
-    """Random q, k, v of a length."""
-    size = {"length": length, "batch": args.batch, "heads": args.heads, "head_dim": args.head_dim}
-    qkv = random_qkv(**size, dtype=getattr(torch, args.dtype), seed=args.seed, device=device)
-    return Inputs.of(qkv, args.error_rows, args.seed)
 
 
 def bench(args: argparse.Namespace, inputs: Inputs, never_stop: LayerConfig) -> AttentionEntry:
@@ -186,10 +176,13 @@ def _ms(seconds: Spread) -> str:
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError if an option is out of range."""
     common.check_device(args)
-    common.check_least(args, 1, "batch", "head_dim", "rounds", "steps", "error_rows")
+    common.check_least(args, 1, "head_dim", "rounds", "steps", "error_rows")
     if len(args.heads) != 2 or min(args.heads) < 1 or args.heads[0] % args.heads[1]:
         raise ConfigError(f"--heads {args.heads} are not query heads and KV heads, the first a multiple: try 32/8")
-    common.check_lengths(args, args.segment + 1)
+    if min(args.lengths) <= args.segment:
+        raise ConfigError(
+            f"length {min(args.lengths)} is too short for --segment {args.segment}: try {args.segment + 1}"
+        )
     for density in args.densities:
         if not 0 < density < 1:
             raise ConfigError(f"density {density:g} is out of range: use shares above 0 and below 1")

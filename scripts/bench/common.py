@@ -61,12 +61,6 @@ def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: use at least {least}")
 
 
-def check_lengths(args: argparse.Namespace, fewest: int) -> None:
-    """Raises ConfigError if the shortest of --lengths has fewer tokens than these, which --segment needs."""
-    if min(args.lengths) < fewest:
-        raise ConfigError(f"length {min(args.lengths)} is too short for --segment {args.segment}: try {fewest}")
-
-
 def checked(parse: Callable[[str], Any], example: str) -> Callable[[str], Any]:
     """An option's type whose error is one sentence with an example."""
 

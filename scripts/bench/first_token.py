@@ -148,7 +148,6 @@ def parser(name: str = NAME, doc: str | None = __doc__) -> common.Parser:
     add("--new", "512,2048,8192", "tokens behind them", type=common.int_list("512,2048"), metavar="N,N")
     add("--repeats", 5, "long prompts of each kind that are timed", type=int, metavar="N")
     add("--uncounted", 4, "prompts of each kind that are read before those", type=int, metavar="N")
-    out.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts sooner")
     common.add_machine(add, f"bench_{name.rpartition('.')[2]}.json")
     return out
 
@@ -419,7 +418,6 @@ def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[
         "max_model_len": args.lengths[-1] + 64,
         "max_num_batched_tokens": args.chunks[-1],
         "max_num_seqs": 8,
-        "enforce_eager": args.eager,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "gpu_memory_utilization": MEMORY / 2,

@@ -17,6 +17,7 @@ from torch import Tensor
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.layer_kinds import get_max_positions
 
+SEED = 0  # of random queries, keys and values
 SCORES = 2**27  # that are computed together, half a gigabyte in float32
 DIRECTIONS = 4  # that the random queries and keys of a KV head share
 SHARPNESS = (6.0, 10.0)  # how strongly the first and the last query head look along them
@@ -90,31 +91,24 @@ def rel_mse(o: Tensor, exact: Tensor) -> float:
     return float((o.float() - exact).square().mean() / exact.square().mean())
 
 
-def random_qkv(
-    *, length: int, batch: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, seed: int,
-    device: torch.device,
-) -> QKV:  # fmt: skip
-    """Random q, k, v: noise, and a few directions per KV head that its keys share and its queries wander among.
+def random_qkv(length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> QKV:
+    """Random q, k, v of a prompt: noise, and a few directions that a KV head's keys share and its queries wander among.
 
     A segment's queries thus agree on which keys matter, weights fall off smoothly, and density is smooth in tau.
     heads: of queries, and of keys and values.
     """
-    (query_heads, kv_heads), rng = heads, torch.Generator(device).manual_seed(seed)
+    (query_heads, kv_heads), rng = heads, torch.Generator(device).manual_seed(SEED)
     normal = partial(torch.randn, generator=rng, device=device)
-    q, k, v = (
-        torch.empty(batch, count, length, head_dim, dtype=dtype, device=device)
-        for count in (query_heads, kv_heads, kv_heads)
-    )
-    for b in range(batch):
-        for h, sharpness in enumerate(torch.linspace(*SHARPNESS, query_heads).tolist()):
-            kv, member = divmod(h, query_heads // kv_heads)
-            if member == 0:
-                shared = torch.linalg.qr(normal(head_dim, DIRECTIONS))[0].T
-                along = head_dim**0.25 * normal(length, DIRECTIONS)
-                k[b, kv], v[b, kv] = normal(length, head_dim) + along @ shared, normal(length, head_dim)
-            turns = normal(1, DIRECTIONS, length // WANDER + 2)
-            mix = F.normalize(F.interpolate(turns, length, mode="linear", align_corners=True)[0].T, dim=1)
-            q[b, h] = normal(length, head_dim) + sharpness * mix @ shared
+    q, k, v = (torch.empty(1, count, length, head_dim, dtype=dtype, device=device) for count in (*heads, kv_heads))
+    for h, sharpness in enumerate(torch.linspace(*SHARPNESS, query_heads).tolist()):
+        kv, member = divmod(h, query_heads // kv_heads)
+        if member == 0:
+            shared = torch.linalg.qr(normal(head_dim, DIRECTIONS))[0].T
+            along = head_dim**0.25 * normal(length, DIRECTIONS)
+            k[0, kv], v[0, kv] = normal(length, head_dim) + along @ shared, normal(length, head_dim)
+        turns = normal(1, DIRECTIONS, length // WANDER + 2)
+        mix = F.normalize(F.interpolate(turns, length, mode="linear", align_corners=True)[0].T, dim=1)
+        q[0, h] = normal(length, head_dim) + sharpness * mix @ shared
     return q, k, v
 
 

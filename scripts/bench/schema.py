@@ -61,6 +61,7 @@ class AttentionRow:
 
     target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted.
     seconds, prefill_seconds: the whole call, and the call without its ranking (None without the kernels).
+    rel_mse: against float32 dense attention, on query rows of all heads, one at random in each equal part.
     rate, prefill_rate: density x dense time / time; 1 means that a computed pair costs what it costs cuDNN.
     """
 
@@ -112,11 +113,6 @@ class AttentionFile(ResultFile):
 
     format: str = "s2o-bench-attention/1"
     results: list[AttentionEntry]
-    cold_l2: bool = True
-    error: str = (
-        "rel_mse on error_rows query rows of all heads, one at random in each equal part of the sequence, against "
-        "float32 dense attention on the same q, k, v"
-    )
 
 
 @dataclass(frozen=True)

@@ -45,18 +45,18 @@ class Phase:
 
 
 PHASES = (Phase(0.0, 8192, 16), Phase(0.55, 32768, 4), Phase(0.92, 131072, 1))
-TINY_PHASES = (Phase(0.0, 1024, 1), Phase(0.5, 2048, 1))
+LENGTHS = (8192, 32768, 131072)  # of the exams
 
 
-def model_config(vocab_size: int, tiny: bool) -> LlamaConfig:
+def model_config(vocab_size: int) -> LlamaConfig:
     """At most 8.0 M parameters (16 MB in bf16); head dim 128 and four query heads per KV head."""
     return LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=64 if tiny else 256,
-        intermediate_size=128 if tiny else 512,
-        num_hidden_layers=2 if tiny else 6,
-        num_attention_heads=2 if tiny else 8,
-        num_key_value_heads=1 if tiny else 2,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
         head_dim=128,
         max_position_embeddings=131072,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
@@ -136,12 +136,11 @@ def weighted_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
 
 def needle_accuracy(model: LlamaForCausalLM, windows: Windows, length: int) -> float:
     """Share of needles whose five digits are all predicted, teacher-forced, at the end of `length` tokens."""
-    device = next(model.parameters()).device
     correct = total = 0
     for _ in range(EVAL_CONTEXTS):
         ids, starts = windows.exam(length)
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-            hidden = model.model(ids.to(device), use_cache=False).last_hidden_state
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            hidden = model.model(ids.cuda(), use_cache=False).last_hidden_state
             tail = min(length, 64 * EVAL_NEEDLES + 64)
             predicted = F.linear(hidden[0, -tail:], model.lm_head.weight).argmax(-1).cpu()
         for start in starts:
@@ -153,11 +152,10 @@ def needle_accuracy(model: LlamaForCausalLM, windows: Windows, length: int) -> f
 
 def held_out_loss(model: LlamaForCausalLM, windows: Windows, length: int) -> float:
     """Mean next-token loss in nats on plain held-out text, without needles."""
-    device = next(model.parameters()).device
     losses = []
     for _ in range(EVAL_CONTEXTS):
-        ids = torch.from_numpy(windows._window(length + 1))[None].to(device)
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        ids = torch.from_numpy(windows._window(length + 1))[None].cuda()
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
             hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
             losses.append(F.cross_entropy(F.linear(hidden[0], model.lm_head.weight).float(), ids[0, 1:]).item())
     return sum(losses) / len(losses)
@@ -166,9 +164,9 @@ def held_out_loss(model: LlamaForCausalLM, windows: Windows, length: int) -> flo
 class Trainer:
     """The model, its two optimisers and the seconds that they were used."""
 
-    def __init__(self, config: LlamaConfig, device: str) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         torch.manual_seed(0)
-        self.model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32).to(device)
+        self.model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32).cuda()
         matrices, others = [], []
         for name, weight in self.model.named_parameters():
             if weight.ndim == 2 and "embed" not in name:
@@ -193,25 +191,22 @@ class Trainer:
             group["lr"] = rate * factor
 
 
-def train(trainer: Trainer, windows: Windows, phases: tuple[Phase, ...], seconds: float, compiled: bool) -> None:
+def train(trainer: Trainer, windows: Windows, seconds: float) -> None:
     """Train until `seconds` are used."""
-    model, device = trainer.model, next(trainer.model.parameters()).device
-    loss_of = weighted_loss
-    if compiled:
-        loss_of = torch.compile(weighted_loss, dynamic=False)
-        for layer in model.model.layers:
-            layer.compile(dynamic=False)
+    model, loss_of = trainer.model, torch.compile(weighted_loss, dynamic=False)
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
     length = warm = 0
     clock = time.monotonic()
     while trainer.used < seconds:
         done = trainer.used / seconds
-        phase = [p for p in phases if done >= p.start][-1]
+        phase = [p for p in PHASES if done >= p.start][-1]
         if phase.length != length:
             length, warm = phase.length, 2
             print(f"step {trainer.step}: windows of {length} tokens from {trainer.used:.0f} s on", flush=True)
         trainer.set_rate(done)
-        ids, targets, weights = (t.to(device, non_blocking=True) for t in windows.batch(phase.batch, length))
-        with torch.autocast(device.type, torch.bfloat16):
+        ids, targets, weights = (t.to("cuda", non_blocking=True) for t in windows.batch(phase.batch, length))
+        with torch.autocast("cuda", torch.bfloat16):
             hidden = model.model(ids, use_cache=False).last_hidden_state
             loss = loss_of(hidden, model.lm_head.weight, targets, weights)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -222,7 +217,7 @@ def train(trainer: Trainer, windows: Windows, phases: tuple[Phase, ...], seconds
         trainer.step += 1
         if trainer.step % 50 == 0:
             print(f"step {trainer.step}: {trainer.used:.0f} s, loss {loss.item():.3f}", flush=True)
-        if device.type == "cuda" and (warm or trainer.step % 8 == 0):
+        if warm or trainer.step % 8 == 0:
             torch.cuda.synchronize()
         if warm:  # compilation is not training time
             warm -= 1
@@ -231,16 +226,16 @@ def train(trainer: Trainer, windows: Windows, phases: tuple[Phase, ...], seconds
         clock = time.monotonic()
 
 
-def export(trainer: Trainer, data: Path, out: Path, lengths: tuple[int, ...], windows: Windows) -> None:
+def export(trainer: Trainer, data: Path, out: Path, windows: Windows) -> None:
     """Write weights (bf16), tokenizer and MODEL.json with what the finished model can do."""
     model = trainer.model.eval()
     results = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "training_seconds": round(trainer.used),
         "steps": trainer.step,
-        "held_out_loss": {str(n): round(held_out_loss(model, windows, n), 4) for n in lengths},
-        "needle_accuracy": {str(n): round(needle_accuracy(model, windows, n), 4) for n in lengths},
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "held_out_loss": {str(n): round(held_out_loss(model, windows, n), 4) for n in LENGTHS},
+        "needle_accuracy": {str(n): round(needle_accuracy(model, windows, n), 4) for n in LENGTHS},
+        "hardware": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "sources": json.loads((data / "corpus.json").read_text()),
     }
@@ -262,19 +257,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data/demo"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=840.0, help="training time")
-    parser.add_argument("--tiny", action="store_true", help="a toy of the same kind, to try the script on a CPU")
     args = parser.parse_args()
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
-    trainer = Trainer(model_config(tokenizer.get_vocab_size(), args.tiny), device)
+    trainer = Trainer(model_config(tokenizer.get_vocab_size()))
     print(f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f} M parameters")
     windows = Windows(args.data, "train", tokenizer, seed=0)
-    phases = TINY_PHASES if args.tiny else PHASES
     with sdpa_kernel(BACKENDS, set_priority=True):
-        train(trainer, windows, phases, args.seconds, compiled=not args.tiny)
-        lengths = (1024, 2048) if args.tiny else (8192, 32768, 131072)
-        export(trainer, args.data, args.out, lengths, Windows(args.data, "hold", tokenizer, seed=1))
+        train(trainer, windows, args.seconds)
+        export(trainer, args.data, args.out, Windows(args.data, "hold", tokenizer, seed=1))
 
 
 if __name__ == "__main__":

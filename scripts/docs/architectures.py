@@ -26,30 +26,27 @@ TESTS = ROOT / "tests" / "huggingface" / "test_architectures.py"
 START, END = "<!-- architectures: make architectures writes what is between these lines -->", "<!-- /architectures -->"
 PASSED, SKIPPED, UNTESTED = "✓", "skipped", ""
 
-# the tests of each column: their name, and the parameters that select them
-CAPABILITIES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
-    "calibrates": (("test_calibrates", {}),),
-    "quantised": (("test_quantised_weights", {}),),
-    "one prompt": (("test_prefill", {}),),
-    "left padding": (("test_padded_batch", {"side": "left"}),),
-    "right padding": (("test_padded_batch", {"side": "right"}),),
-    "2 chunks": (("test_chunked_prefill_and_decode", {"cuts": (90,)}),),
-    "3 chunks": (("test_chunked_prefill_and_decode", {"cuts": (40, 107)}),),
-    "prefix cache": (("test_prefix_cache", {}),),
-    "greedy": (("test_generate", {"how": {}}),),
-    "beams": (("test_generate", {"how": {"num_beams": 3}}),),
-    "sampling": (("test_generate", {"how": {"do_sample": True}}),),
-    "dynamic cache": (
-        ("test_chunked_prefill_and_decode", {"cache": "dynamic"}),
-        ("test_generate", {"how": {}}),
-    ),
-    "static cache": (
-        ("test_chunked_prefill_and_decode", {"cache": "static"}),
-        ("test_generate", {"how": {"cache_implementation": "static", "disable_compile": True}}),
-    ),
-    "quantised cache": (("test_quantised_cache", {}),),
-    "compiled": (("test_compiled", {}),),
-    "gradients": (("test_gradients_go_dense", {}),),
+# the tests of each column, by name, and the parameters that select them
+CAPABILITIES: dict[str, dict[str, dict[str, Any]]] = {
+    "calibrates": {"test_calibrates": {}},
+    "quantised": {"test_quantised_weights": {}},
+    "one prompt": {"test_prefill": {}},
+    "left padding": {"test_padded_batch": {"side": "left"}},
+    "right padding": {"test_padded_batch": {"side": "right"}},
+    "2 chunks": {"test_chunked_prefill_and_decode": {"cuts": (90,)}},
+    "3 chunks": {"test_chunked_prefill_and_decode": {"cuts": (40, 107)}},
+    "prefix cache": {"test_prefix_cache": {}},
+    "greedy": {"test_generate": {"how": {}}},
+    "beams": {"test_generate": {"how": {"num_beams": 3}}},
+    "sampling": {"test_generate": {"how": {"do_sample": True}}},
+    "dynamic cache": {"test_chunked_prefill_and_decode": {"cache": "dynamic"}, "test_generate": {"how": {}}},
+    "static cache": {
+        "test_chunked_prefill_and_decode": {"cache": "static"},
+        "test_generate": {"how": {"cache_implementation": "static", "disable_compile": True}},
+    },
+    "quantised cache": {"test_quantised_cache": {}},
+    "compiled": {"test_compiled": {}},
+    "gradients": {"test_gradients_go_dense": {}},
 }
 OTHERS = "layers of other kinds"  # a column whose cells are what its test is given
 OTHERS_TEST = "test_layers_of_other_kinds"
@@ -100,14 +97,13 @@ def list_cells(items: Iterable[pytest.Item], outcomes: Mapping[str, str]) -> dic
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "name" not in params:
             continue
-        if getattr(item, "originalname", None) == OTHERS_TEST:
+        test = getattr(item, "originalname", "")
+        if test == OTHERS_TEST:
             table_cells[params["name"], OTHERS] = params["others"]
         skipped = outcomes.get(item.nodeid) == "skipped"
         for capability, tests in CAPABILITIES.items():
-            if any(
-                getattr(item, "originalname", None) == test and all(params[name] == wanted[name] for name in wanted)
-                for test, wanted in tests
-            ):
+            wanted = tests.get(test)
+            if wanted is not None and all(params[name] == wanted[name] for name in wanted):
                 key = params["name"], capability
                 table_cells[key] = SKIPPED if skipped or table_cells.get(key) == SKIPPED else PASSED
     return table_cells

@@ -18,8 +18,10 @@ import sys
 from base64 import b64encode
 from pathlib import Path
 
-from s2o_runtime.command_line import OK, Parser, get_exit_code, report_failure
-from s2o_runtime.errors import InputError, S2OError
+from calibrate.machine import check_output
+from s2o_runtime.command_line import OK, Parser, call_command
+from s2o_runtime.errors import InputError
+from s2o_runtime.profile import load_profile
 from scripts.docs.raw import ROOT
 
 VARIANT = "build/torch-cuda"  # of every torch and CUDA, because nothing is compiled before it runs
@@ -27,7 +29,6 @@ LEFT_OUT = (  # servers and commands, and the catalogue, which is `profiles`
     "catalogue", "doctor", "huggingface/sdpa.py", "huggingface/site", "serving/attend.py", "serving/batch.py",
     "serving/server.py", "serving/sources.py", "sglang", "vllm",
 )  # fmt: skip
-CARD = Path(__file__).with_name("hub_kernel_card.md")
 
 
 def main() -> int:
@@ -37,18 +38,20 @@ def main() -> int:
     parser.add_argument("--profiles", type=Path, default=ROOT / "profiles", metavar="FOLDER", help="default: profiles")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "hub-kernel", metavar="FOLDER")
     args = parser.parse_args()
-    try:
+
+    def run() -> int:
         build(args.out, args.repo, args.profiles)
-    except S2OError as error:
-        return report_failure("scripts.docs.hub_kernel", get_exit_code(error), str(error))
-    print(f"wrote {args.out}")
-    return OK
+        print(f"wrote {args.out}")
+        return OK
+
+    return call_command("scripts.docs.hub_kernel", run)
 
 
 def build(out: Path, repo: str, profiles: Path) -> Path:
     """Write the repository and return the folder of its one variant, which is a package and written anew.
 
-    Raises InputError for what is no name of a repository, and where there is no profile.
+    Raises InputError for what is no name of a repository, and where there is no profile; ProfileError for another file
+    of that kind, such as a model's weights; and what `check_output` does for the README, before anything is replaced.
     """
     if not re.fullmatch(r"[\w.-]+/[a-z][a-z0-9-]*", repo):
         raise InputError(
@@ -57,6 +60,8 @@ def build(out: Path, repo: str, profiles: Path) -> Path:
     found = sorted(profiles.rglob("*.safetensors"))
     if not found:
         raise InputError(f"{profiles} holds no profile: name a folder of s2o-calibrate's files")
+    list(map(load_profile, found))  # published to everybody, so no other file, such as a model's weights, may be there
+    check_output("--out", out / "README.md")
     runtime = ROOT / "s2o_runtime"
     left_out = {runtime / name for name in LEFT_OUT}
     sources = [path for path in sorted(runtime.rglob("*.py")) if left_out.isdisjoint((path, *path.parents))]
@@ -79,7 +84,8 @@ def build(out: Path, repo: str, profiles: Path) -> Path:
         "digest": {"algorithm": "sha256", "files": {to: b64encode(digest).decode() for to, digest in digests.items()}},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-    (out / "README.md").write_text(CARD.read_text("utf-8").replace("ORG/s2o", repo), "utf-8")
+    card = Path(__file__).with_name("hub_kernel_card.md").read_text("utf-8")
+    (out / "README.md").write_text(card.replace("ORG/s2o", repo), "utf-8")
     shutil.copyfile(ROOT / "LICENSE", out / "LICENSE")
     return variant
 

@@ -31,7 +31,11 @@ from support.models import SIZES
 from support.pages import ROOT
 from support.processes import called, refusal
 
-GOOD = ["--model", "demo", "--budget-mse", "1e-4", "--lengths", "512", "--device", "cpu"]
+MODEL = "--model demo --budget-mse 1e-4"
+TYPED = f"{MODEL} --lengths 512 --device cpu"
+GOOD = TYPED.split()
+SMALL = "--lengths 256 --segments 64 --trials 1 --num-prompts 1 --num-held-out 1 --num-certify 0 --device cpu --quiet "
+SMALL += "--budget-rel-mse 1e-2"
 
 
 @pytest.fixture
@@ -42,10 +46,10 @@ def command(tmp_path):
 
 @pytest.fixture
 def plan_of(command):
-    """The plan of a command line as JSON."""
+    """The plan of a command line as JSON, of flags as they are typed."""
 
-    def plan(*flags):
-        outcome = command(*flags, "--dry-run", "--json")
+    def plan(flags):
+        outcome = command(*flags.split(), "--dry-run", "--json")
         assert outcome.returncode == 0, outcome.stderr
         return json.loads(outcome.stdout)
 
@@ -69,9 +73,7 @@ def unfit(tmp_path_factory):
 @pytest.fixture
 def calibrate_tiny(tiny_folder, command):
     """A calibration of a tiny model in seconds; after the first, the journal has all measurements."""
-    flags = "--lengths 256 --segments 64 --trials 1 --num-prompts 1 --num-held-out 1 --num-certify 0 --device cpu"
-    flags += " --budget-rel-mse 1e-2 --journal j --quiet"
-    return partial(command, "--model", tiny_folder, *flags.split())
+    return partial(command, "--model", tiny_folder, *SMALL.split(), "--journal", "j")
 
 
 @pytest.mark.slow(reason="calibrates a tiny model")
@@ -101,8 +103,7 @@ def test_a_profile_in_the_models_folder_is_all_that_is_written_and_is_found(comm
     """Loaders read every .safetensors beside the weights, none in a folder."""
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
     before = {path: path.read_bytes() for path in folder.rglob("*")}
-    flags = "--lengths 256 --segments 64 --trials 1 --num-prompts 1 --num-held-out 1 --num-certify 0 --device cpu"
-    outcome = command("--model", folder, *flags.split(), "--budget-rel-mse", "1e-2", "--quiet", "--out-in-model")
+    outcome = command("--model", folder, *SMALL.split(), "--out-in-model")
     assert outcome.returncode == 0, outcome.stderr
     written = folder / "s2o" / "cpu" / "rel-mse-0.01.safetensors"
     assert {path: path.read_bytes() for path in folder.rglob("*") if "s2o" not in path.parts} == before
@@ -126,7 +127,7 @@ def test_only_a_folder_of_ones_own_takes_a_profile(model, message, command, tmp_
 
 def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkeypatch):
     """Each command takes what the one before it wrote; what cannot be published is refused before it is measured."""
-    flags, ran = [*GOOD[:-4], "--lengths", "512,8192", "--device", "cpu", "--out", "p.safetensors", "--quiet"], []
+    flags, ran = f"{MODEL} --lengths 512,8192 --device cpu --out p.safetensors --quiet".split(), []
 
     def calibrate(recipe, **_):
         recipe.out.touch()
@@ -145,7 +146,7 @@ def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkey
     assert (published["name"], published["out_dir"]) == ("org/model", Path("out"))
     monkeypatch.setattr(commands, "run", None)
     for more, message in (
-        (["--lengths", "8192", "--name", "org/model"], "scores a trained model on RULER above the shortest length"),
+        (["--lengths", "8192", "--name", "org/model"], "--lengths 8192 has none that --publish scores RULER at"),
         (["--json", "--name", "org/model"], "and prints tables: leave --random-weights and --json out"),
         ([], "demo is not the hub id of a model, which its profile is published under: give --name ID"),
     ):
@@ -155,7 +156,7 @@ def test_publishing_scores_ruler_and_files_the_profile(command, tmp_path, monkey
 def test_dry_run_prints_the_plan_and_stops(command, plan_of, tmp_path):
     """First what a newcomer needs and what was given; the rest is said with --verbose, and all of it in JSON."""
     first = ["model", "takes", "memory", "runs on", "budget", "lengths", "layers", "out"]
-    plan = plan_of(*GOOD, "--seed", 3)
+    plan = plan_of(f"{TYPED} --seed 3")
     assert (list(plan)[:8], len(plan) > 30) == (first, True)
     assert (plan["lengths"], plan["device"]) == ("512 (given)", "cpu (given)")
     assert plan["budget"] == "mse 0.0001 and rel_mse 0.01, whichever allows a layer less (given)"
@@ -186,12 +187,8 @@ def test_the_plan_says_when_others_use_the_cores(load, threads, said, command, m
 
 @pytest.mark.parametrize("worthwhile", [True, False])
 def test_a_run_ends_with_what_was_written_and_what_is_worth_deploying(worthwhile, command, monkeypatch):
-    files = {
-        "report_files": [Path("p.html")],
-        "report_failure": "",
-        "recipe": SimpleNamespace(out=Path("p.safetensors")),
-    }
-    finished = SimpleNamespace(report="the report", written=True, **files)
+    finished = SimpleNamespace(report="the report", written=True, report_files=[Path("p.html")], report_failure="")
+    finished.recipe = SimpleNamespace(out=Path("p.safetensors"))
     monkeypatch.setattr(commands, "run", lambda *_, **__: finished)
     monkeypatch.setattr(page, "print_report", lambda report, console: None)
     monkeypatch.setattr(sections, "is_worthwhile", lambda report: (report, worthwhile) == ("the report", True))
@@ -219,8 +216,8 @@ def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, pl
     (tmp_path / "mine.yaml").write_text(
         f"{written}time_limit: 5m\ntails: [off]\nworst_rows: null\nrandom_weights: true\nseed: 7\n"
     )
-    flags = ["--recipe", "mine.yaml", "--budget-rel-mse", "0.01", "--lengths", "1024", "--no-random-weights"]
-    plan = plan_of(*flags, "--trials", 2, "--check-lengths", "none")
+    flags = "--recipe mine.yaml --budget-rel-mse 0.01 --lengths 1024 --no-random-weights --trials 2"
+    plan = plan_of(f"{flags} --check-lengths none")
     expected = {
         "model": "demo", "budget": "rel_mse 0.01", "lengths": "1024", "check lengths": "none", "time limit": "300 s",
         "tails": "off", "worst rows": "off", "weights": "the model's", "seed": "7",
@@ -228,7 +225,7 @@ def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, pl
     }  # fmt: skip
     assert {name: plan[name] for name in expected} == {name: f"{text} (given)" for name, text in expected.items()}
     assert plan["margin"] == "90% of the budget is spent"
-    yaml = command(*flags, "--dry-run", "--yaml").stdout
+    yaml = command(*flags.split(), "--dry-run", "--yaml").stdout
     assert "budget_rel_mse: 0.01\n" in yaml
     (tmp_path / "again.yaml").write_text(yaml)
     assert command("--recipe", "again.yaml", "--dry-run", "--yaml").stdout == yaml
@@ -296,6 +293,7 @@ BAD_INPUT = [
     ("--journal", ".", "--journal . is a folder"),
     ("--device", "tpu", "device 'tpu' is not known"),
     ("--yaml", None, "--yaml prints what --dry-run would run: give both"),
+    ("--name", "org/model", "--name is what --publish calls the model: give both"),
 ]
 
 
@@ -326,17 +324,16 @@ def lines_of(count, words):
 def test_a_plan_counts_the_prompts(command, plan_of, tmp_path):
     """Of each length, of those that the run needs; where the run would be refused, so is the plan, below its lines."""
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100) + lines_of(20, 600))
-    demo = ["--model", "demo", "--device", "cpu"]
-    mine = [*demo, "--prompts", "mine.jsonl", "--lengths"]
-    few = ["--num-prompts", 1, "--num-held-out", 1, "--num-certify", 9]
-    assert plan_of(*mine, "512", *few)["prompts"] == "mine.jsonl; 11 of 11 needed at 512 (given)"
+    demo, few = "--model demo --device cpu", "--num-prompts 1 --num-held-out 1 --num-certify 9"
+    mine = f"{demo} --prompts mine.jsonl --lengths"
+    assert plan_of(f"{mine} 512 {few}")["prompts"] == "mine.jsonl; 11 of 11 needed at 512 (given)"
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100))
-    outcome = command(*mine, "1024", "--dry-run", "--quiet")
+    outcome = command(*mine.split(), "1024", "--dry-run", "--quiet")
     assert "prompts: 3 of 35 needed at 1024; at 1024 tokens not proven: 0 groups" in refusal(outcome, "s2o-calibrate")
-    assert plan_of(*mine, "1024", "--allow-regression")["prompts"] == "mine.jsonl; 3 of 35 needed at 1024 (given)"
+    assert plan_of(f"{mine} 1024 --allow-regression")["prompts"] == "mine.jsonl; 3 of 35 needed at 1024 (given)"
     built_in = "built-in text; 35 of 35 needed at 1024, 30 of 30 needed at 1536, 35 of 35"
-    assert plan_of(*demo)["prompts"].startswith(built_in)
-    chinese = plan_of(*demo, "--domains", "chinese", "--lengths", "8192")["prompts"]
+    assert plan_of(demo)["prompts"].startswith(built_in)
+    chinese = plan_of(f"{demo} --domains chinese --lengths 8192")["prompts"]
     assert re.match(r"built-in text; \d+ of 35 needed at 8192", chinese)
     assert not list(tmp_path.glob("profiles"))
 
@@ -345,11 +342,11 @@ def test_a_plan_counts_the_prompts(command, plan_of, tmp_path):
 def test_a_plan_without_a_tokenizer_says_so_and_reads_the_files_all_the_same(command, plan_of, tmp_path):
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 10))
     (tmp_path / "bad.jsonl").write_bytes(b"\x80random")
-    arguments = ["--model", "qwen2.5-7b", "--device", "cpu", "--prompts"]
-    plan = plan_of(*arguments, "mine.jsonl")
+    flags = "--model qwen2.5-7b --device cpu --prompts"
+    plan = plan_of(f"{flags} mine.jsonl")
     assert plan["prompts"].startswith("mine.jsonl; not read: the tokenizer of qwen2.5-7b cannot be loaded here")
     assert "nothing was asked" not in plan["sizes"]
-    outcome = command(*arguments, "bad.jsonl", "--dry-run", "--quiet")
+    outcome = command(*flags.split(), "bad.jsonl", "--dry-run", "--quiet")
     assert "prompt file bad.jsonl cannot be read" in refusal(outcome, "s2o-calibrate")
 
 
@@ -386,7 +383,7 @@ def test_a_report_that_fails_fails_no_run(
 @pytest.mark.usefixtures("offline")
 def test_the_plan_of_an_alias_needs_no_hub(command, plan_of, caplog):
     """Its sizes ship. Without a GPU a large model gets a warning that says the hours."""
-    plan = plan_of("--model", "qwen2.5-7b", "--device", "cpu")
+    plan = plan_of("--model qwen2.5-7b --device cpu")
     assert plan["sizes"] == "sizes of the alias, as they ship; nothing was asked of the Hub"
     assert plan["architecture"] == "qwen2, 28 layers, 28 query heads, 4 KV heads, head dim 128"
     assert (plan["model"], plan["weights"]) == ("qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct (given)", "the model's")
@@ -401,19 +398,19 @@ def test_the_plan_of_an_alias_needs_no_hub(command, plan_of, caplog):
     for remedy in ("try again with a network", "give a local folder or a GGUF file", "--dry-run", "--random-weights"):
         assert remedy in line
     caplog.clear()
-    assert "sizes" not in plan_of("--model", "demo", "--device", "cpu")
+    assert "sizes" not in plan_of("--model demo --device cpu")
     assert "no GPU" not in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
 def test_a_host_without_gpus_plans_for_those_that_have_some(plan_of, monkeypatch):
     monkeypatch.setattr("calibrate.work.cluster.connect", lambda scheduler: SimpleNamespace(close=lambda: None))
-    workers = ["--model", "qwen2.5-7b", "--scheduler", "tcp://head:8786", "--device", "cuda"]
-    plan = plan_of(*workers, "--target-gpu", "H200")
+    workers = "--model qwen2.5-7b --scheduler tcp://head:8786 --device cuda"
+    plan = plan_of(f"{workers} --target-gpu H200")
     assert (plan["lengths"], plan["loaded"]) == ("8192, 32768", "15.2 GB, which stay on the device")
     assert plan["memory"].endswith("of the GPU's 140")
     assert plan["out"] == "profiles/qwen2.5-7b/nvidia-h200/kl-0.002.safetensors"
-    assert plan_of(*workers)["memory"].endswith("of each GPU")
+    assert plan_of(workers)["memory"].endswith("of each GPU")
 
 
 @pytest.mark.parametrize(("gpu", "name", "memory", "loaded"), [
@@ -422,16 +419,16 @@ def test_a_host_without_gpus_plans_for_those_that_have_some(plan_of, monkeypatch
 ])  # fmt: skip
 @pytest.mark.usefixtures("offline")
 def test_a_plan_is_for_the_gpu_that_is_named(gpu, name, memory, loaded, command, plan_of, caplog):
-    flags = ["--model", "qwen2.5-7b", "--target-gpu", gpu]
-    plan = plan_of(*flags)
+    flags = f"--model qwen2.5-7b --target-gpu {gpu}"
+    plan = plan_of(flags)
     assert (plan["runs on"], plan["lengths"], plan["device"]) == (name, "8192, 32768", "cuda")
     assert f"of the GPU's {memory}" in plan["memory"]
     assert plan["loaded"].startswith(loaded)
     assert "/nvidia-" in plan["out"]
     assert "no GPU" not in caplog.text
-    recipe = command(*flags, "--dry-run", "--yaml").stdout
+    recipe = command(*flags.split(), "--dry-run", "--yaml").stdout
     assert all(line in recipe for line in ("device: cuda\n", "target_gpu: null\n"))
-    many = plan_of(*flags, "--gpus", 8)
+    many = plan_of(f"{flags} --gpus 8")
     assert (many["runs on"], many["gpus"]) == (name, "8 workers on this machine (given)")
 
 
@@ -444,7 +441,7 @@ def test_a_gpu_that_is_not_known_or_not_here(command):
 
 def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(plan_of):
     """Segments and check lengths that fit no CPU default may fit a GPU's, and the other way round."""
-    plan = plan_of("--model", "demo", "--device", "cpu", "--check-lengths", "8192")
+    plan = plan_of("--model demo --device cpu --check-lengths 8192")
     assert (plan["lengths"], plan["check lengths"]) == ("1024, 2048", "8192 (given)")
-    plan = plan_of("--model", "demo", "--target-gpu", "H100", "--segments", "4096", "--check-lengths", "16384")
+    plan = plan_of("--model demo --target-gpu H100 --segments 4096 --check-lengths 16384")
     assert (plan["lengths"], plan["check lengths"]) == ("8192, 32768", "16384 (given)")

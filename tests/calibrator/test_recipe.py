@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.recipe import (
-    DEFAULT_BUDGET,
-    DOMAINS,
-    OPTIONS,
-    WORKERS,
-    Budget,
-    Recipe,
-    check_limit,
-    load_yaml,
-)
+from calibrate.recipe import DEFAULT_BUDGET, DOMAINS, OPTIONS, WORKERS, Budget, Recipe, check_limit, load_yaml
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.profile.record import BUDGET_KINDS
 from support.options import values_of

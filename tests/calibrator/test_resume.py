@@ -14,9 +14,8 @@ from calibrate.commands import calibrate
 from calibrate.journal import Journal
 from support.processes import called, command, environment
 
-OPTIONS = ["--lengths", "256,512", "--segments", "64,128", "--num-prompts", "4", "--num-certify", "0"]
-OPTIONS += ["--num-held-out", "1", "--trials", "2", "--budget-rel-mse", "1e-2", "--device", "cpu", "--quiet", "--json"]
-OPTIONS += ["--out", "p.safetensors", "--journal", "j.sqlite"]
+FLAGS = "--lengths 256,512 --segments 64,128 --num-prompts 4 --num-certify 0 --num-held-out 1 --trials 2 --device cpu "
+FLAGS += "--budget-rel-mse 1e-2 --out p.safetensors --journal j.sqlite --quiet --json"
 CURVES = 4  # of a whole journal: two layers at two lengths
 LONG = 120  # seconds that nothing here should take
 
@@ -32,7 +31,7 @@ def entries(path):
 
 def run_whole(folder, cwd):
     """Return how many measurements were reused when nothing disturbed `s2o-calibrate`, in this process."""
-    outcome = called(calibrate.main, "--model", folder, *OPTIONS, cwd=cwd)
+    outcome = called(calibrate.main, "--model", folder, *FLAGS.split(), cwd=cwd)
     assert outcome.returncode == 0, outcome
     result = json.loads(outcome.stdout)
     assert result["met"]
@@ -41,7 +40,7 @@ def run_whole(folder, cwd):
 
 def run_until_killed(folder, cwd, count):
     """`s2o-calibrate` in a process of its own, which is killed while it works, with so many entries in the journal."""
-    arguments = command("calibrate.commands.calibrate", "--model", folder, *OPTIONS)
+    arguments = command("calibrate.commands.calibrate", "--model", folder, *FLAGS.split())
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(arguments, cwd=cwd, env=environment(folder.parent), **pipes)
     end = time.monotonic() + LONG
@@ -74,7 +73,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(tiny_folder, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "put_all", put_and_interrupt)
-        outcome = called(calibrate.main, "--model", tiny_folder, *OPTIONS, cwd=cwd)
+        outcome = called(calibrate.main, "--model", tiny_folder, *FLAGS.split(), cwd=cwd)
     kept = "run the same command to continue: everything measured so far is kept in j.sqlite"
     assert (outcome.returncode, outcome.stdout) == (130, "")
     assert outcome.stderr.splitlines()[-1] == f"s2o-calibrate: interrupted; {kept}"

@@ -58,10 +58,7 @@ def half_width(seconds):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    noise=st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0, 5.0]),
-    known=st.sampled_from([None, 2.0]),
-)
+@given(noise=st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0, 5.0]), known=st.sampled_from([None, 2.0]))
 def test_timing_goes_on_until_the_median_is_certain(device, noise, known):
     """Dense attention whose time is known is not timed again, and warming up is not counted."""
     seconds = [1.0 + noise * (value - 1.0) for value in (1.0, 1.06, 0.97, 1.02, 1.01, 0.99, 1.0)]

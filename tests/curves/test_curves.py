@@ -24,7 +24,6 @@ from calibrate.curves.curves import (
     tile_worst,
 )
 from calibrate.curves.measure import RANKING_COST, RankingCost, measure, measure_ranking_cost, read_stored_cost
-from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
@@ -74,12 +73,9 @@ def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
 
 def predicts(captured, method, tile, tail, last_rows=0):
     """Compare the curve of a method and a tile with the reference at some thresholds."""
-    methods = [
-        RankingConfig(method.segment, 17 - method.representatives, 384 - method.lookback),
-        method,
-    ]  # one pass, several ways to rank
+    other = RankingConfig(method.segment, 17 - method.representatives, 384 - method.lookback)
     shape = Shape.from_tile(tile)
-    curve = measure(captured, methods, [Shape(64, 128), shape], last_rows)[method, shape]
+    curve = measure(captured, [other, method], [Shape(64, 128), shape], last_rows)[method, shape]  # in one pass
     scoring = captured.scoring.arguments()
     truth = exact_attention(captured.q, captured.k, captured.v, **scoring)
     assert curve.dense_power == pytest.approx(float(truth.square().mean()), rel=1e-5)
@@ -160,14 +156,13 @@ def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
     assert 0.95 < (estimate_overhead(RankingConfig(1024), tail="mean") + fixed_cost(length)) / share < most
 
 
-def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
+def test_a_gpus_cost_is_measured_once_and_read_again(journal, monkeypatch):
     measured = iter([0.123])
     monkeypatch.setattr(RankingCost, "run", lambda *_: next(measured))
-    with Journal.open(tmp_path / "journal", {"model": "tiny"}) as journal:
-        for _ in range(2):
-            assert measure_ranking_cost(pretended(GEOMETRY, GPU), 8192, recipe(), journal) == 0.123
-        assert measure_ranking_cost(pretended(GEOMETRY), 8192, recipe(), journal) == fixed_cost(8192)
-        entries = journal.entries(RANKING_COST)
+    for _ in range(2):
+        assert measure_ranking_cost(pretended(GEOMETRY, GPU), 8192, recipe(), journal) == 0.123
+    assert measure_ranking_cost(pretended(GEOMETRY), 8192, recipe(), journal) == fixed_cost(8192)
+    entries = journal.entries(RANKING_COST)
     assert read_stored_cost(entries, GEOMETRY, GPU, 8192, recipe()) == 0.123
     assert read_stored_cost(entries, GEOMETRY, replace(GPU, name="another"), 8192, recipe()) == fixed_cost(8192)
     assert read_stored_cost(entries, GEOMETRY, GPU, 16384, recipe()) == fixed_cost(16384)

@@ -24,9 +24,9 @@ def test_a_run_leaves_results_summary_and_report(tiny_folder, tmp_path):
     """With prompts of the user's beside the built-in ones."""
     mine = ({"prompt": prompt, "answer": answer} for prompt, answer in (("2 + 2 = ", "4"), ("x" * 200, "yes")))
     (tmp_path / "mine.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in mine))
-    arguments = ["--model", tiny_folder, "--lengths", "640,512", "--setting", COARSE, "--prompts", "mine.jsonl"]
-    arguments += ["--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
-    outcome = run(*arguments, "--out-dir", "out", "--json", cwd=tmp_path)
+    flags = f"--lengths 640,512 --setting {COARSE} --prompts mine.jsonl --num-prompts 1 --repeats 1 --num-needles 2"
+    flags += " --device cpu --out-dir out --json"
+    outcome = run("--model", tiny_folder, *flags.split(), cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     printed = json.loads(outcome.stdout)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.md", "results.sqlite", "summary.json"]
@@ -45,29 +45,26 @@ def test_a_run_leaves_results_summary_and_report(tiny_folder, tmp_path):
 @pytest.mark.usefixtures("offline")
 def test_a_dry_run_prints_the_plan_writes_nothing_and_needs_no_hub(tmp_path):
     """Sizes of an alias ship; a run of it needs its weights."""
-
-    def arguments(model):
-        return ["--model", model, "--setting", COARSE, "--device", "cpu", "--out-dir", "out"]
-
-    outcome = run(*arguments("demo"), "--dry-run", "--json", cwd=tmp_path)
+    flags = f"--setting {COARSE} --device cpu --out-dir out --model".split()
+    outcome = run(*flags, "demo", "--dry-run", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
     assert (plan["lengths"], plan["variants"]) == ([1024, 2048], ["dense", COARSE])
     assert plan["prompts"] == f"{2 * (3 * 4 + 1)} for each of 2 variants"
-    assert "needles; questions; agreement" in run(*arguments("demo"), "--dry-run", cwd=tmp_path).stdout
-    outcome = run(*arguments("qwen2.5-7b"), "--dry-run", "--json", cwd=tmp_path)
+    assert "needles; questions; agreement" in run(*flags, "demo", "--dry-run", cwd=tmp_path).stdout
+    outcome = run(*flags, "qwen2.5-7b", "--dry-run", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
     assert (plan["model"], plan["architecture"][:16]) == ("qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct", "qwen2, 28 layers")
     assert list(tmp_path.iterdir()) == []
-    assert run(*arguments("qwen2.5-7b"), cwd=tmp_path).returncode == 4
+    assert run(*flags, "qwen2.5-7b", cwd=tmp_path).returncode == 4
 
 
-@pytest.mark.parametrize("dry", [["--dry-run"], []])
+@pytest.mark.parametrize("dry", ["--dry-run", ""])
 def test_a_profile_of_other_sizes_is_refused_before_anything_is_measured(dry, tmp_path):
     profile = next((ROOT / "profiles").glob("smollm2*/*/*.safetensors"))
-    arguments = ["--model", "demo", "--profile", profile, "--device", "cpu", "--out-dir", "out", *dry]
-    assert f"{profile} is not of demo, which has " in refusal(run(*arguments, cwd=tmp_path), "s2o-eval")
+    flags = f"--model demo --device cpu --out-dir out {dry} --profile"
+    assert f"{profile} is not of demo, which has " in refusal(run(*flags.split(), profile, cwd=tmp_path), "s2o-eval")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,10 +5,11 @@ compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill pytho
 
 racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
 of "plain" _prefill and those of ranking (_means, _scores, _order, _tail), where it is split _combine, of the others
-_trace, _gather_pages, _block_sparse, _pool, _mean_key_mass, _antidiagonal and _mass. It should be of compute-sanitizer
-2026.1 or later (`pip install nvidia-cuda-sanitizer-api`, 13.5, brings 2026.4): older ones report barriers of a part of
-a block wrongly. What both found: docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it:
-what runs under the tool is what the tests run.
+_trace and _gather_pages, of every baseline _block_sparse, of "flash-prefill" _mean_key_mass and _choose, of "sparge"
+_pool, of "xattention" _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later
+(`pip install nvidia-cuda-sanitizer-api`, 13.5, brings 2026.4): older ones report barriers of a part of a block wrongly.
+What both found: docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it: what runs under the
+tool is what the tests run.
 """
 
 from __future__ import annotations
@@ -32,12 +33,8 @@ from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.kernels.trace import trace as run_trace
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.sequences import PagedKeys
-from scripts.bench.baselines.flash_prefill import head_mass, log_mass
-from scripts.bench.baselines.pooling import block_means, pool, pool_plain
 from scripts.bench.baselines.run import attend, select
-from scripts.bench.baselines.selection import Grid
 from scripts.bench.baselines.settings import parse
-from scripts.bench.baselines.xattention import block_weights, head_weights
 from support.kernels import DEVICE, DTYPE, PLAIN, call_of, relative_error
 from support.paging import LAYOUTS, PagedBatch
 
@@ -51,7 +48,10 @@ KINDS = (
 )
 DENSE = 3  # which of them
 SPECIALIZED = TileConfig(64, 128, 1, 4, 2, True)
-BLOCK_SPARSE = ("pbs:keep=0.5", "sparge:keep=0.5,similarity=0.1")
+BASELINES = (
+    "flash-prefill:block=64", "flash-prefill-v2:block=64", "pbs:keep=0.5", "sparge:keep=0.5,similarity=0.1",
+    "xattention:keep=0.5",
+)  # fmt: skip
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -131,45 +131,12 @@ def trace() -> float:
     return float(grown + sum(one[..., : len(taus)].isnan().sum() for one in traced if isinstance(one, Tensor)))
 
 
-def block_sparse() -> float:
-    """Attention over the same blocks by the kernel and by plain torch."""
+def baseline(text: str) -> float:
+    """The blocks that a baseline chooses; attention over them by the kernel and by plain torch."""
     q, k, v = inputs()
-    worst = 0.0
-    for text in BLOCK_SPARSE:
-        chosen = select(q, k, parse(text))
-        ours, wanted = (attend(q, k, v, chosen, backend=backend) for backend in ("triton", "reference"))
-        worst = max(worst, relative_error(ours, wanted.float()))
-    return worst
-
-
-def pooling() -> float:
-    q, _, _ = inputs()
-    return max(relative_error(*pair) for pair in zip(pool(q, 128), pool_plain(q, 128), strict=True))
-
-
-def mean_keys() -> float:
-    """Return how far the logarithms of FlashPrefill's block weights are off; infinite ones must be the same."""
-    q, k, _ = inputs()
-    worst, scale = 0.0, HEAD_DIM**-0.5
-    for block in (64, 128):
-        grid, k_mean = Grid.plain(q, k, block, block), block_means(k, block).to(k.dtype)
-        pairs = ((q[:, h].double(), k_mean[:, h * KV_HEADS // HEADS].double()) for h in range(HEADS))
-        plain = torch.stack([head_mass(*pair, grid, scale) for pair in pairs], 1)
-        ours = log_mass(q, k_mean, slice(0, HEADS), grid, scale)
-        assert torch.equal(ours.isinf(), plain.isinf())
-        worst = max(worst, float((ours - plain)[~ours.isinf()].abs().max()))
-    return worst
-
-
-def antidiagonal() -> float:
-    q, k, _ = inputs()
-    worst, scale = 0.0, HEAD_DIM**-0.5
-    for stride, block in ((16, 128), (4, 64)):
-        grid = Grid.plain(q, k, block, block)
-        pairs = ((q[:, h].double(), k[:, h * KV_HEADS // HEADS].double()) for h in range(HEADS))
-        plain = torch.stack([block_weights(*pair, grid, stride, scale) for pair in pairs], 1)
-        worst = max(worst, relative_error(head_weights(q, k, slice(0, HEADS), grid, stride, scale), plain.float()))
-    return worst
+    chosen = select(q, k, parse(text))
+    ours, wanted = (attend(q, k, v, chosen, backend=backend) for backend in ("triton", "reference"))
+    return relative_error(ours, wanted.float())
 
 
 def main(names: list[str]) -> int:
@@ -178,8 +145,8 @@ def main(names: list[str]) -> int:
         config = LayerConfig(KINDS, tile, last_rows=128)
         kernels |= {name: partial(prefill, config), f"{name}, packed": partial(packed, config)}
         kernels |= {f"{name}, in pages": partial(in_place, config), f"{name}, split": partial(split, config)}
-    kernels |= {"pages": paged_cache, "trace": trace, "block-sparse": block_sparse, "pooling": pooling}
-    kernels |= {"mean keys": mean_keys, "antidiagonal": antidiagonal}
+    kernels |= {"pages": paged_cache, "trace": trace}
+    kernels |= {text.partition(":")[0]: partial(baseline, text) for text in BASELINES}
     wrong = 0
     for name in names or kernels:
         difference = kernels[name]()

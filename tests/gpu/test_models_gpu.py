@@ -151,9 +151,9 @@ def test_two_ranks_of_a_patched_model_give_what_one_gpu_gives(tmp_path):
         whole = [state.last.density.cpu() for state in get_layer_states(model)]
     assert (whole[0].sort().values.diff() > 2 * DENSITY_APART).all()  # the heads differ
     program = Path(__file__).parents[1] / "tensor_parallel.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
-    arguments = [str(tmp_path / "model"), str(out), str(length), str(tmp_path / "out")]
-    run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
+    command += [tmp_path / "model", out, str(length), tmp_path / "out"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in range(2):
         of_rank = torch.load(tmp_path / f"out.{rank}")

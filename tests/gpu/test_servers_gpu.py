@@ -6,18 +6,31 @@ import pytest
 import torch
 
 from s2o_runtime.call import PLAIN
+from s2o_runtime.config import TileConfig
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import save_profile
 from s2o_runtime.quantisation import round_as_cached
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Server, ServerContext, Settings
+from s2o_runtime.tiles import list_candidate_tiles
 from support import fake_sglang, fake_vllm
 from support.fake_server import FakeServer
-from support.server_batches import alone, check_mixed_batches, served_profile, served_tiles
+from support.server_batches import alone, check_mixed_batches, served_profile
 
 SERVERS = ["vllm", "sglang"]
-TILES = pytest.mark.parametrize("tile", served_tiles(), ids=str)
 DEVICE = {"dtype": torch.bfloat16, "device": "cuda"}
+
+
+def served_tiles():
+    """One of each kind that this GPU has; two tiles between stop checks, so that prefixes can stop more than once."""
+    if not torch.cuda.is_available():
+        return [TileConfig()]
+    candidates = list_candidate_tiles(128, torch.cuda.get_device_capability())
+    shapes = {(tile.block_m, tile.specialized): tile for tile in candidates}
+    return [replace(tile, chunk=2, min_queries=200) for tile in shapes.values()]
+
+
+TILES = pytest.mark.parametrize("tile", served_tiles(), ids=str)
 
 
 def engine_of(server_name, server, **options):

@@ -49,8 +49,7 @@ SERVER_MICROSECONDS = 200.0  # of a layer's call between vLLM and the launches, 
 def longest_call(heads, keys):
     """q, k, v of a whole prompt of random tensors, and a layer that computes a quarter of the pairs of 32768 tokens."""
     device = torch.device("cuda")
-    size = {"length": keys, "batch": 1, "heads": heads, "head_dim": 128}
-    qkv = random_qkv(**size, dtype=torch.bfloat16, seed=0, device=device)
+    qkv = random_qkv(keys, heads, 128, torch.bfloat16, device)
     whole = last(qkv, min(keys, 32768), min(keys, 32768))
     never_stop = LayerConfig.uniform(heads[0], segment=1024, tail="mean", tile=device_tile(128, device))
     config = bisect(never_stop, DENSITY, 10, lambda c: s2o_attention(*whole, c, return_stats=True).density.cpu())

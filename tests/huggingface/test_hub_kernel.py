@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import hub_kernels
 
 from s2o_runtime import patch
-from s2o_runtime.errors import InputError
+from s2o_runtime.errors import S2OError
 from scripts.docs.hub_kernel import build
 from support.pages import ROOT
 
@@ -78,9 +78,16 @@ def test_metadata_name_every_file_and_only_a_name_of_a_repository_is_taken(varia
     assert "catalogue/demo/nvidia-h200/rel-mse-0.001.safetensors" in there
     assert metadata["id"].isidentifier()
     assert f'"{REPO}"' in (variant.parents[1] / "README.md").read_text(encoding="utf-8")
-    for repo, profiles, said in (("s2o", "profiles", "expected ORG/NAME"), (REPO, "docs", "holds no profile")):
-        with pytest.raises(InputError, match=said):
+    (tmp_path / "README.md").write_text("mine")
+    for repo, profiles, said in (
+        ("s2o", "profiles", "expected ORG/NAME"),
+        (REPO, "docs", "holds no profile"),
+        (REPO, "calibrate/demo/model", "it is not an S2O profile"),
+        (REPO, "profiles", "README.md exists and was not written by S2O"),
+    ):
+        with pytest.raises(S2OError, match=said):
             build(tmp_path, repo, ROOT / profiles)
+    assert list(tmp_path.iterdir()) == [tmp_path / "README.md"]
 
 
 @torch.no_grad()

@@ -44,10 +44,8 @@ DENSE = {
     "loss": (lambda model, ids: model(ids, labels=ids), DenseReason.LOSS),
     "hidden": (lambda model, ids: model(ids, logits_to_keep=1, output_hidden_states=True), DenseReason.HIDDEN_STATES),
     "bare": (lambda model, ids: model.get_decoder()(ids, logits_to_keep=1), DenseReason.HIDDEN_STATES),
-    "generated-hidden": (
-        generate(output_hidden_states=True, return_dict_in_generate=True), DenseReason.HIDDEN_STATES
-    ),
-}  # fmt: skip
+    "generated": (generate(output_hidden_states=True, return_dict_in_generate=True), DenseReason.HIDDEN_STATES),
+}
 RUN = {
     "last": lambda model, ids: model(ids, logits_to_keep=LAST_ROWS),
     "greedy": generate(),

@@ -42,8 +42,8 @@ def test_two_ranks_give_what_one_process_gives(tmp_path):
     whole = [state.last.density for state in get_layer_states(model)]
     assert len({round(float(density), 4) for density in whole[0].flatten()}) > 2  # the heads differ
     out, program = tmp_path / "out", ROOT / "tests" / "tensor_parallel.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
-    command += [program, folder, tmp_path / "p.safetensors", str(LENGTH), out]
+    flags = "-m torch.distributed.run --nproc-per-node 2 --master-port 29517"
+    command = [sys.executable, *flags.split(), program, folder, tmp_path / "p.safetensors", str(LENGTH), out]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in range(2):

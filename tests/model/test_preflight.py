@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, Gemma3TextConfig, Llama4TextConfig, MistralConfig, Phi3Config, Qwen3NextConfig
+from transformers import CONFIG_MAPPING, Llama4TextConfig, MistralConfig, Phi3Config, Qwen3NextConfig
 
 from calibrate.model.estimate import ModelSizes
 from calibrate.model.preflight import compute_attention_share, describe_loading, make_preflight
@@ -19,7 +19,6 @@ from support.architectures import CASES
 from support.models import CONFIGS, save
 
 CPU = torch.device("cpu")
-GEMMA = Gemma3TextConfig(sliding_window=1024)  # 22 of its 26 layers have windows
 MLLAMA_TEXT = {"num_hidden_layers": 3, "cross_attention_layers": [1]}
 
 

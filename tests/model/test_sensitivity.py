@@ -14,7 +14,6 @@ from calibrate.curves.measure import (
     join_questions,
     measure_on_prompts,
 )
-from calibrate.journal import Journal
 from calibrate.model.sensitivity import AnsweredText, measure_sensitivity
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ModelError
@@ -129,7 +128,7 @@ def test_weights_without_gradients_or_with_nan_are_one_sentence(folder, prompts,
         measure_sensitivity(broken, prompts, 0)
 
 
-def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder, tmp_path):
+def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder, tmp_path, journal):
     def prompt(length, number):
         return Prompt(torch.full((length,), 3 + number))
 
@@ -139,12 +138,11 @@ def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder
         length: [prompt(length, number) for number in range(SENSITIVITY_PROMPTS + 1)]
         for length in (32, 64, SENSITIVITY_TOKENS + 64)
     }
-    with Journal.open(tmp_path / "journal", {}) as journal:
-        measured = measure_on_prompts(loaded, by_length, settings, journal)
-        ((key, value),) = journal.entries(SENSITIVITY)
-        assert key == {"prompts": [one.sha256 for one in by_length[64][:SENSITIVITY_PROMPTS]], "tokens": 64, "seed": 5}
-        assert measured == tuple(map(tuple, value))
-        texts = [join_questions(loaded.tokenizer, one.ids) for one in by_length[64][:SENSITIVITY_PROMPTS]]
-        assert measured == measure_sensitivity(loaded, texts, 5)
-        journal.put(SENSITIVITY, key, [[7.0]])
-        assert measure_on_prompts(loaded, by_length, settings, journal) == ((7.0,),)
+    measured = measure_on_prompts(loaded, by_length, settings, journal)
+    ((key, value),) = journal.entries(SENSITIVITY)
+    assert key == {"prompts": [one.sha256 for one in by_length[64][:SENSITIVITY_PROMPTS]], "tokens": 64, "seed": 5}
+    assert measured == tuple(map(tuple, value))
+    texts = [join_questions(loaded.tokenizer, one.ids) for one in by_length[64][:SENSITIVITY_PROMPTS]]
+    assert measured == measure_sensitivity(loaded, texts, 5)
+    journal.put(SENSITIVITY, key, [[7.0]])
+    assert measure_on_prompts(loaded, by_length, settings, journal) == ((7.0,),)

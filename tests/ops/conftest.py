@@ -3,8 +3,16 @@
 import pytest
 import torch
 
+from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.tiles import find_tile_obstacle
 from support.kernels import ON_GPU
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    forget_plans()
+    yield
+    forget_plans()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ LANES = "#ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [1, 32], warpsPe
 
 def compiled(**changes):
     """Return what a good kernel for sm_90 with 128 x 64 tiles of head dimension 128 might be."""
-    good = {"cp_async": 32, "wgmma": 24, "tcgen05": 0, "mma_sync": 0, "shared": 98304, "registers": 190}
+    good = {"cp_async": 32, "wgmma": 24, "tcgen05": 0, "mma_sync": 0, "shared": 98304}
     return Compiled(**{**good, "stack": 0, "local": 0, "assembly_layouts": (LANES,), **changes})
 
 

@@ -22,6 +22,7 @@ from s2o_runtime.sequences import CallShape
 from support.naive import naive_attention
 
 TILE = TileConfig(64, 32, 2, 4, 1)
+FASTER = "dense is faster on this GPU"
 
 
 def inputs(heads=2, kv_heads=1, q_len=150, kv_len=150, head_dim=64):
@@ -58,51 +59,39 @@ def test_auto_on_a_cpu_is_the_reference_and_more_than_its_output_is_three_fields
         _ = lse_only.density
 
 
-@pytest.mark.parametrize(
-    ("layer", "q_len", "reason"),
-    [
-        (config(mode="dense"), 150, "every head of the layer is dense"),
-        (config(), 64, "the prompt so far fits one segment"),
-    ],
-)
-def test_auto_goes_dense_when_nothing_can_be_skipped(layer, q_len, reason):
-    q, k, v = inputs(q_len=q_len, kv_len=q_len)
-    out, _, stats = s2o_attention(q, k, v, layer, return_stats=True)
-    assert (stats.backend, stats.reason) == ("dense", reason)
-    torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
-
-
 def short_tail(**tile):
     return LayerConfig.uniform(2, tau=2.0, segment=64, tile=replace(TILE, **tile))
 
 
 @pytest.mark.parametrize(
-    ("layer", "queries", "keys", "backend"),
+    ("layer", "queries", "keys", "why_dense"),
     [
-        (short_tail(), 1, 150, "dense"),  # a decode step
-        (short_tail(), 2, 150, "reference"),
-        (short_tail(min_queries=40), 39, 150, "dense"),
-        (short_tail(min_queries=40), 40, 150, "reference"),
-        (short_tail(min_queries=400), 150, 150, "reference"),  # a whole prompt is no tail
-        (short_tail(dense_below=150), 140, 150, "dense"),  # less work than a prompt of 150
-        (short_tail(dense_below=150), 150, 150, "reference"),
-        (short_tail(dense_below=150), 80, 182, "reference"),  # 11400 pairs, where a prompt of 150 has 11325
-        (short_tail(dense_below=151), 80, 182, "dense"),  # and one of 151 has 11476
-        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 40, 150, "reference"),  # measured for such tails
-        (short_tail(dense_below=400, min_queries=41, tail_keys=150), 40, 150, "dense"),
-        (short_tail(dense_below=400, min_queries=40, tail_keys=151), 40, 150, "dense"),  # behind more keys only
-        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 75, 150, "reference"),
-        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 76, 150, "dense"),  # a prompt with a short prefix
+        (config(mode="dense"), 150, 150, "every head of the layer is dense"),
+        (config(), 64, 64, "the prompt so far fits one segment"),
+        (short_tail(), 1, 150, FASTER),  # a decode step
+        (short_tail(), 2, 150, None),
+        (short_tail(min_queries=40), 39, 150, FASTER),
+        (short_tail(min_queries=40), 40, 150, None),
+        (short_tail(min_queries=400), 150, 150, None),  # a whole prompt is no tail
+        (short_tail(dense_below=150), 140, 150, FASTER),  # less work than a prompt of 150
+        (short_tail(dense_below=150), 150, 150, None),
+        (short_tail(dense_below=150), 80, 182, None),  # 11400 pairs, where a prompt of 150 has 11325
+        (short_tail(dense_below=151), 80, 182, FASTER),  # and one of 151 has 11476
+        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 40, 150, None),  # measured for such tails
+        (short_tail(dense_below=400, min_queries=41, tail_keys=150), 40, 150, FASTER),
+        (short_tail(dense_below=400, min_queries=40, tail_keys=151), 40, 150, FASTER),  # behind more keys only
+        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 75, 150, None),
+        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 76, 150, FASTER),  # a prompt with a short prefix
     ],
 )
-def test_short_tails_of_long_prefixes_are_dense(layer, queries, keys, backend):
+def test_a_call_is_dense_where_nothing_can_be_skipped_or_gained(layer, queries, keys, why_dense):
     q, k, v = inputs(q_len=queries, kv_len=keys)
     out, lse, stats = s2o_attention(q, k, v, layer, return_stats=True, return_lse=True)
-    assert stats.backend == backend
-    if backend == "dense":
+    assert stats.backend == ("dense" if why_dense else "reference")
+    if why_dense:
         torch.testing.assert_close(lse, log_sum_exp(q, k), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
-        assert "dense is faster on this GPU" in stats.reason
+        assert why_dense in stats.reason
 
 
 def test_each_choice_is_logged_once(caplog):

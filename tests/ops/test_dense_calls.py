@@ -7,7 +7,7 @@ import torch
 
 from s2o_runtime.attention import api
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.replay import STEPS, _get_step, forget_plans
+from s2o_runtime.attention.replay import STEPS, _get_step
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference import dense
@@ -18,13 +18,6 @@ CONFIG = LayerConfig.uniform(4, tau=0.5, segment=64, tile=TileConfig(64, 64, 2))
 OTHER = LayerConfig.uniform(4, tau=0.1, segment=128, tile=TileConfig(64, 64, 4))
 DENSE = LayerConfig.uniform(4, mode="dense", tile=TileConfig(64, 64, 2))
 MOST_FUNCTIONS = 30  # of Python that a call may enter which is known to go dense; the first enters some 60
-
-
-@pytest.fixture(autouse=True)
-def nothing_known():
-    forget_plans()
-    yield
-    forget_plans()
 
 
 @pytest.fixture

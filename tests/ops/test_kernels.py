@@ -5,6 +5,7 @@ ranking is held against a full sort in test_ranking.py.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,15 +15,17 @@ import triton.language as tl
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS, warmup
 from s2o_runtime.call import make_head_tables
-from s2o_runtime.config import LOOKBACKS, HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import KEY_BLOCK, LOOKBACKS, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.prefill import count_heads_per_wave, run_prefill, slice_rows
+from s2o_runtime.kernels.prefill import Ranker, count_heads_per_wave, run_prefill, slice_rows
 from s2o_runtime.kernels.primitives import assign_tile
-from s2o_runtime.kernels.rank.tail import count_tail_segments
+from s2o_runtime.kernels.rank.order import BUCKETS
+from s2o_runtime.kernels.rank.tail import EDGES, count_tail_segments
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention, log_sum_exp
+from s2o_runtime.reference.ranking import RankedPrefix
 from s2o_runtime.sequences import CallShape, call_shape, measure_density
 from s2o_runtime.tiles import list_candidate_tiles
 from support.kernels import (
@@ -41,8 +44,8 @@ from support.kernels import (
     drawn,
     inputs,
     mixed_config,
+    prefix_of,
     relative_error,
-    run_both,
 )  # fmt: skip
 from support.layouts import as_transformers, pack, unpacked
 from support.marks import INTERPRETED, all_but_first, pairwise
@@ -62,6 +65,37 @@ LAYERS = {
     "at-once": {"tau": 1000.0, "lookback": 128},
 }
 FEATURES = ["plain", "sinks", "cap", "scale", "all"]
+
+
+def ranking_of(call, ranking, b, h, n):
+    """Return what the kernels made of a segment's ranking, as the reference wants it."""
+    start, first = prefix_of(call, b, h, n)
+    steps = (first - start) // KEY_BLOCK
+    order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(KEY_BLOCK, device=DEVICE)
+    mass = torch.zeros(steps + 1, device=DEVICE)
+    values = torch.zeros(steps + 1, call.shape.head_dim, device=DEVICE)
+    if call.config.heads[h].tail == "mean":
+        last = torch.full((1,), steps, device=DEVICE)
+        begins = torch.cat([ranking.first[b, h, n, :: BUCKETS // EDGES].long(), last])
+        masses, sums = (
+            torch.cat([of_edges, torch.zeros_like(of_edges[:1])]).float()
+            for of_edges in (ranking.mass[b, h, n], ranking.sums[b, h, n])
+        )
+        at = torch.arange(steps, device=DEVICE)
+        edge = (begins[:EDGES] <= at[:, None]).sum(1) - 1
+        share = (begins[edge + 1] - at) / (begins[edge + 1] - begins[edge])  # between two edges the rest shrinks evenly
+        mass[:steps] = masses[edge + 1].lerp(masses[edge], share)
+        values[:steps] = sums[edge + 1].lerp(sums[edge], share[:, None])
+    return RankedPrefix(order.flatten(), mass, values, KEY_BLOCK)
+
+
+def run_both(q, k, v, config, kv_start=None, scale=None, splits=1, **features):
+    """The kernels, and the reference, of so many splits, following the ranking that the kernels made."""
+    call = call_of(q, k, v, config, kv_start, scale, True, **features)
+    ranking = None if config.is_dense else partial(ranking_of, call, Ranker(call).rank(range(call.shape.q_len)))
+    options = {"kv_start": kv_start, "scale": scale, "splits": splits, **features}
+    expected = s2o_attention_reference(q, k, v, config, ranking_of=ranking, **options)
+    return run_prefill(call), expected
 
 
 def features_of(name, heads):

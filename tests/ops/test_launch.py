@@ -2,7 +2,6 @@
 
 import threading
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import TESTED_TRITONS, group_strides, launch, list_strides
+from support.fake_kernel import FakeKernel, launch_directly
 from support.kernels import DEVICE, HOPPER, ON_GPU, PLAIN, inputs, mixed_config
 
 
@@ -81,34 +81,11 @@ def test_a_wrong_name_is_an_error_that_names_it(change, message, first, monkeypa
         launch(between, (2, 1, 1), given, CONSTANTS)
 
 
-class Kernel:
-    """Stands for a compiled kernel: `kernel[grid](...)` is Triton's launch, `run` the launcher it found.
-
-    It takes a group of tensors ahead of a tensor, and one of numbers.
-    """
-
-    arg_names = ("X", "PAIR", "Y", "strides", "stride", "count", "A", "B")
-    do_not_specialize = ("count",)
-
-    def __init__(self):
-        self.through_triton, self.direct = [], []
-
-    def __getitem__(self, grid):
-        def run(*args, **constants):
-            self.through_triton.append((grid, args, constants))
-            return types.SimpleNamespace(
-                run=lambda *args: self.direct.append(args), function="function", packed_metadata="metadata"
-            )
-
-        return run
-
-
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(launch_module, "_compiled", {})
-    monkeypatch.setattr(launch_module, "_is_tested", lambda version: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
-    return Kernel()
+    """It takes a group of tensors ahead of a tensor, and one of numbers."""
+    launch_directly(monkeypatch)
+    return FakeKernel("X", "PAIR", "Y", "strides", "stride", "count", "A", "B", do_not_specialize=("count",))
 
 
 X, LOW = torch.zeros(64), torch.zeros(64)
@@ -127,9 +104,7 @@ def test_the_second_launch_goes_straight_to_the_compiled_kernel(kernel):
     assert (grid, constants) == ((3, 2, 1), {"B": 2, "A": 1, "num_warps": 4})
     assert isinstance(args[1], Pair)
     assert [args[0], *args[1], *args[2:]] == [X, LOW, X, X, (16, 1, 32), 16, 7]
-    call(
-        kernel, count=6, strides=(48, 1, 64), stride=32
-    )  # another count and other multiples of 16: the same compiled kernel
+    call(kernel, count=6, strides=(48, 1, 64), stride=32)  # other multiples of 16, any count: the same compiled kernel
     [launched] = kernel.direct
     addresses = X.data_ptr(), (LOW.data_ptr(), X.data_ptr()), X.data_ptr()
     assert (*launched[:3], launched[9:]) == (3, 2, 1, (*addresses, (48, 1, 64), 32, 6, 1, 2))
@@ -156,7 +131,7 @@ def test_what_changes_the_compiled_kernel_goes_through_triton(kernel, change):
 
 
 def test_threads_that_need_one_kernel_compile_it_one_after_the_other(kernel, monkeypatch):
-    order, both, original = [], threading.Barrier(2), Kernel.__getitem__
+    order, both, original = [], threading.Barrier(2), FakeKernel.__getitem__
 
     def compile_slowly(kernel, grid):
         order.append("begin")
@@ -168,7 +143,7 @@ def test_threads_that_need_one_kernel_compile_it_one_after_the_other(kernel, mon
         both.wait()
         call(kernel)
 
-    monkeypatch.setattr(Kernel, "__getitem__", compile_slowly)
+    monkeypatch.setattr(FakeKernel, "__getitem__", compile_slowly)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(start, range(2)))
     assert order == ["begin", "end"] * 2

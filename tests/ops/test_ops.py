@@ -1,30 +1,20 @@
 """The ops as torch sees them: their fakes agree with them, and compiled code is one graph with the eager result."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
 from s2o_runtime import ConfigError, LayerConfig, TileConfig, s2o_attention
 from s2o_runtime.attention.torch_op import read_config
-from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import InputError, ModelError
 from s2o_runtime.huggingface.hf import prefill_mask, s2o_attention_forward
 from s2o_runtime.huggingface.layers import LayerState, attach
-from support.kernels import DEVICE, DTYPE, ON_GPU
+from support.kernels import DEVICE, DTYPE, ON_GPU, mixed_config
 
 CONFIG = LayerConfig.uniform(4, tau=0.5, segment=128)
 TAU_ZERO = LayerConfig.uniform(4, segment=128)
-MIXED = LayerConfig(
-    (
-        HeadConfig(0.1, 256, representatives=16, tail="mean"),
-        HeadConfig(mode="dense"),
-        HeadConfig(0.1, 256, representatives=16, tail="mean"),
-        HeadConfig(0.3, segment=256),
-    ),
-    TileConfig(64, 32, 2, 4, 2, dense_below=4096),
-)
+MIXED = mixed_config(4, 0.3, tile=TileConfig(64, 32, 2, 4, 2, dense_below=4096), lookback=256)
 
 
 def inputs(length=300):
@@ -74,7 +64,7 @@ def test_the_fake_implementation_of_a_layer_is_the_real_one():
         torch.ops.s2o_runtime.layer_attention(q, k, v, mask, None, "0" * 32, 0.125, None)
 
 
-@pytest.mark.parametrize("config", [CONFIG, replace(MIXED, lookback=256)], ids=["uniform", "mixed"])
+@pytest.mark.parametrize("config", [CONFIG, MIXED], ids=["uniform", "mixed"])
 def test_the_text_of_a_config_says_everything(config):
     assert read_config(config.as_text()) == config
     changed = json.loads(config.as_text())

@@ -8,7 +8,6 @@ import torch
 from s2o_runtime import HeadConfig, InputError, LayerConfig, s2o_attention_paged
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import find_in_place_obstacle, gather_keys
-from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.sequences import PagedKeys
@@ -96,7 +95,6 @@ def same(ours, expected):
 def test_pages_change_nothing(name, page_size, backend, splits, tile, head_dim, nan_filled, monkeypatch):
     """Bit for bit: the kernels read the same numbers, wherever they lie; only in pages of 48 they want a copy."""
     copies = []
-    forget_plans()
     monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: splits)
     monkeypatch.setattr(paged_op, "gather_keys", lambda *pages: copies.append(pages) or gather_keys(*pages))
     batch = batch_of(page_size, name, head_dim=head_dim)
@@ -110,7 +108,6 @@ def test_pages_change_nothing(name, page_size, backend, splits, tile, head_dim, 
         assert ours.stats.backend == backend
         same(ours, batch.packed(config_of(tile), **options))
     assert bool(copies) == (page_size == 48 or backend != "triton")
-    forget_plans()
 
 
 @INTERPRETED  # as compiled kernels take no float32

@@ -27,6 +27,7 @@ from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.launch import is_hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
 from s2o_runtime.kernels.rank import means, order, scores, tail
+from support.fake_kernel import FakeKernel, launch_directly
 from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, count_replays, mixed_config
 from support.layouts import edges_of
 from support.paging import LAYOUTS, PagedBatch
@@ -35,34 +36,16 @@ SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds ea
 COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
 
 
-class Kernel:
-    """Compiled from the first call on; `seen` has the addresses and the rest of every launch."""
-
-    def __init__(self, pointers):
-        self.pointers, self.seen = pointers, []
-        self.arg_names = [*map("P{}".format, range(pointers)), "n", "stride", "A"]
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: types.SimpleNamespace(run=self.run, function="f", packed_metadata="m")
-
-    def run(self, *args):
-        self.seen.append((args[:6], args[9 : 9 + self.pointers], args[9 + self.pointers :]))
+def kernel_of(pointers):
+    """A kernel of so many tensors; it is compiled from the first call on."""
+    return FakeKernel(*map("P{}".format, range(pointers)), "n", "stride", "A")
 
 
 def pretend_gpu(monkeypatch):
     """Make tensors on the CPU look as if they were on the current GPU."""
-    monkeypatch.setattr(launch_module, "_compiled", {})
-    monkeypatch.setattr(launch_module, "_is_tested", lambda version: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    launch_directly(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-
-
-@pytest.fixture(autouse=True)
-def _no_plans():
-    forget_plans()
-    yield
-    forget_plans()
 
 
 @pytest.fixture
@@ -86,7 +69,7 @@ def recorded(call, *inputs, times=2):
 
 def test_a_plan_keeps_constants_and_hears_its_own_thread_only(gpu):
     """No other memory: of temporaries each has a place of its own, though a freed one's address may come back."""
-    kernel, other = Kernel(4), Kernel(1)
+    kernel, other = kernel_of(4), kernel_of(1)
     made = []
 
     def call(x):
@@ -104,16 +87,16 @@ def test_a_plan_keeps_constants_and_hears_its_own_thread_only(gpu):
     constants = [torch.zeros(4)]
     kept = weakref.ref(constants[0])
     plan = recorded(call, torch.zeros(16))
+    kernel.forget_launches()
+    other.forget_launches()
     assert all(reference() is None for reference in made)
     constants.clear()
     assert kept() is not None
-    kernel.seen.clear()
-    other.seen.clear()
     out, *_ = plan.replay((torch.zeros(16),))
-    first, second = (addresses for _, addresses, _ in kernel.seen)
+    first, second = (launched[9:13] for launched in kernel.direct)
     assert first[1] != second[1]
     assert first[2] == second[2] == out.data_ptr()
-    assert not other.seen
+    assert not other.direct
     del plan
     assert kept() is None
     with pytest.raises(ZeroDivisionError), Recorder((out,)):
@@ -122,7 +105,7 @@ def test_a_plan_keeps_constants_and_hears_its_own_thread_only(gpu):
 
 
 def with_op(op):
-    kernel = Kernel(3)
+    kernel = kernel_of(3)
 
     def call(x, *others):
         out, temporary = torch.empty(8), torch.empty(8)
@@ -159,7 +142,7 @@ def test_pointers_and_launches_that_are_not_certain_end_the_recording(gpu, monke
     assert recorded(call, x[:16], x[16:]) is not None  # two parts of one tensor
     between = with_op(lambda x, temporary: x.as_strided((4,), (1,), 32))
     assert recorded(between, x[:16], x[16:32]) is None  # a view of neither
-    kernel = Kernel(1)
+    kernel = kernel_of(1)
     assert recorded(lambda x: (do(kernel, x[1:]), None, None), x) is None  # unaligned, through Triton
     assert recorded(lambda x: (None, None, None), x) is None  # no launch
     monkeypatch.setattr(plan_module, "LARGEST_WORKSPACE", 255)
@@ -173,7 +156,7 @@ def test_pointers_and_launches_that_are_not_certain_end_the_recording(gpu, monke
 
 
 def test_outputs_that_a_replay_cannot_allocate_end_the_recording(gpu):
-    kernel = Kernel(2)
+    kernel = kernel_of(2)
 
     def returning(pick):
         def call(x):
@@ -285,7 +268,6 @@ def kernels(monkeypatch):
     if ON_GPU:
         if not launch_module._is_tested(triton.__version__):
             pytest.skip(f"no call becomes a plan with Triton {triton.__version__}: see TESTED_TRITONS")
-        forget_plans()
         return count_replays(monkeypatch)
     pretend_gpu(monkeypatch)
     known = {}

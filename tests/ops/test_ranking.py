@@ -162,9 +162,8 @@ def test_the_order_knows_the_last_keys_however_long_the_prefix_is(steps, monkeyp
     monkeypatch.setattr(order_module, "SAMPLES", 64)
     direction = torch.full((64,), 0.125)
     q = direction.expand(1, 1, 64, 64)
-    k = (
-        torch.linspace(0, 6, steps * KEY_BLOCK + 192)[None, None, :, None] * direction * 8
-    )  # scores rise with the position
+    rising = torch.linspace(0, 6, steps * KEY_BLOCK + 192)  # scores
+    k = rising[None, None, :, None] * direction * 8
     scores, _, ordered = rank_of(call_of(q.half(), k.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE)))
     weights = scores[0, 0, 0, :steps].double().exp2()
     full = weights.sort(descending=True).values

@@ -1,5 +1,6 @@
 """The method in plain torch against loops over rows and keys: S2O, dense attention, windows; and what both promise."""
 
+import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from unittest import mock
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from s2o_runtime import config as config_module
+from s2o_runtime import reference
 from s2o_runtime.attention import compute
 from s2o_runtime.attention.compute import window_attention
 from s2o_runtime.call import Scoring
@@ -20,6 +22,7 @@ from s2o_runtime.reference.dense import dense_attention, exact_attention, log_su
 from s2o_runtime.reference.ranking import make_representatives, rank
 from s2o_runtime.sequences import call_shape, measure_density
 from support.naive import naive_attention, naive_s2o
+from support.pages import ROOT
 
 TILE = TileConfig(block_m=64, block_n=32, chunk=2)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}  # of sums of some hundred numbers in float64
@@ -224,3 +227,11 @@ def test_the_first_rows_of_a_segment_see_their_neighbours(monkeypatch):
     for lookback in LOOKBACKS:
         assert first_rows[lookback] < 0.02 * first_rows[0]
         assert first_rows[lookback] < 2 * others[lookback]
+
+
+def test_one_thread_is_the_first_to_call_each_function_of_mkl():
+    mkl = "a?cos|a?sin|a?tan|tanh|erfc?|exp2?|expm1|log|log10|log1p|log2|sqrt"  # what torch's x86 wheels leave to it
+    rooms = "s2o_runtime/call.py", "s2o_runtime/reference/*.py", "calibrate/curves/*.py", "calibrate/model/*.py"
+    sources = [path.read_text(encoding="utf-8") for room in rooms for path in ROOT.glob(room)]
+    used = {name for source in sources for name in re.findall(rf"(?<!math)\.({mkl})_?\(", source)}
+    assert used == set(reference.CALLED_ALONE_FIRST)

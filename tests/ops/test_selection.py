@@ -109,13 +109,7 @@ def test_everything_kept_is_dense(shape, settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        PBS(0.7, 128, 64),
-        FlashPrefill(0.5, 64),
-        FlashPrefillV2(0.5, 64, last=1),
-        Sparge(0.6, 0.38),
-        Antidiagonal(0.6),
-    ],
+    [PBS(0.7, 128, 64), FlashPrefill(0.5, 64), FlashPrefillV2(0.5, 64, last=1), Sparge(0.6, 0.38), Antidiagonal(0.6)],
     ids=lambda settings: settings.name,
 )
 def test_small_chunks_change_nothing(settings, monkeypatch):

@@ -177,15 +177,13 @@ def test_an_argument_then_the_environment_names_a_profile_or_none(model, profile
     assert loaded == [str(named), str(given)]
     monkeypatch.setenv("S2O_PROFILE", "off")
     for name in (None, "off"):
-        with pytest.raises(
-            ProfileError, match="the profile is 'off', so none is looked for: name one, or unset S2O_PROFILE"
-        ):
+        with pytest.raises(ProfileError, match="is 'off', so none is looked for: name one, or unset S2O_PROFILE"):
             patch(model, name)
     server = Server(read_settings({}), context(model.config, checkpoint=tmp_path / "model"))
     assert "the profile is 'off'" in server.obstacle
     monkeypatch.setenv("S2O_STARTED", "1")
     forget()
-    assert run.find_obstacle(model.config) == "S2O_PROFILE names no profile"
+    assert run.find_obstacle(model.config) == "S2O_PROFILE is 'off', which refuses every profile"
 
 
 MISFITS = {  # how a profile is changed, and what is said then

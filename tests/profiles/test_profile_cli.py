@@ -24,6 +24,7 @@ from calibrate.report.page import render_card
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.identity import CONFIG
 from s2o_runtime.profile import load_profile, save_profile
+from s2o_runtime.profile.file import serialize
 from s2o_runtime.profile.find import find_profiles
 from support.artefacts import shared
 from support.golden_profiles import field_paths, minimal, path_of
@@ -226,6 +227,17 @@ def test_a_folder_to_publish_has_all_profiles_of_a_model_under_its_name(run, tmp
         card = one.path.with_suffix(".md")
         assert f"]({card.relative_to(tmp_path / 'to')}), proof: " in readme
         assert card.read_text() == render_card(one.profile, one.path.name)
+    others = serialize(dataclasses.replace(profile, fingerprint=f"{'1' * 64}{CONFIG}{{}}"))
+    for name, data, said in (
+        ("rel-mse-0.001.md", b"mine", FOREIGN),
+        ("broken.safetensors", b"", "broken.safetensors: its contents cannot be read"),
+        ("of-others.safetensors", others, "is of another model (the weights are not those of "),
+    ):
+        (path := card.with_name(name)).write_bytes(data)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+        assert said in run("publish", tmp_path / "p.safetensors", *flags)[1]
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+        path.unlink()
 
 
 def careless(profile):
@@ -266,7 +278,7 @@ def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, seed, cod
 @SLOW
 def test_verify_checks_the_certificate_on_other_prompts(calibrated, run):
     """On as many as are asked for; each one's values are there, with what they were measured of."""
-    flags = ["--model", "demo", "--device", "cpu", "--seed", "5", "--num-certify", "4", "--json"]
+    flags = ["--model", "demo", "--device", "cpu", "--seed", 5, "--num-certify", 4, "--json"]
     code, check = run("verify", calibrated, *flags)
     assert code == 0, check
     assert re.search("^prompts  4 of each length, built-in code, ", run.stderr, re.M)
@@ -368,13 +380,11 @@ def test_what_it_wrote_itself_is_replaced(run, tmp_path, monkeypatch):
 
 
 BAD_INPUT = [
-    ("show missing.safetensors", "missing.safetensors cannot be read (No such file or directory)"),
-    ("show ~/none.safetensors", f"{Path.home()}/none.safetensors cannot be read"),
+    ("show ~/none.safetensors", f"{Path.home()}/none.safetensors cannot be read (No such file or directory)"),
     ("show FULL --head 3", "'3' is not a layer and a head: try 3.7"),
     ("show FULL --head 0.4", "head 0.4 does not exist: layers are 0 to 1, heads 0 to 3"),
     ("show demo", "demo has 4 profiles: name one of /"),
     ("shw FULL", "did you mean show?"),
-    ("export FULL --out missing/p.json", "missing"),
     ("verify FULL", "verify needs the profile's model: give --model MODEL"),
     (f"verify {DEMO_PROFILE} --model qwen2.5-7b --device cpu", "is not of qwen2.5-7b, which has "),
     ("verify mse-1.safetensors --model demo --device cpu --seed 5", "is not certified"),
@@ -384,10 +394,11 @@ BAD_INPUT = [
     ("rebudget FULL", "needs the new budget: give --budget-mse or --budget-rel-mse"),
     ("rebudget FULL --budget-rel-mse 1e-2 --ceiling-rel-mse 1e-3", "ceiling_rel_mse 0.001 goes with"),
     ("publish FULL --name org/model --out-dir to", "was calibrated on random weights"),
-    (
-        "publish mse-1.safetensors --out-dir to",
-        "is not the hub id of a model, which its profile is",
-    ),
+    ("publish mse-1.safetensors --out-dir to", "is not the hub id of a model, which its profile is"),
+    ("publish mse-1.safetensors --out-dir=", "argument --out-dir: '': expected a file name"),
+    ("retile mse-1.safetensors --device cpu", "mse-1-cpu.safetensors is beside weights, as which loaders read it: "),
+    ("verify mse-1.safetensors --model demo --chunk 0", "chunk is 0: expected a whole number of tokens from 64 to "),
+    ("verify mse-1.safetensors --model demo --prompts none", "prompt file none cannot be read (No such file or "),
     ("publish mse-1.safetensors --name org/model --out-dir to", "does not say what its budget is"),
     ("plot FULL --out none/p.png", "cannot be written or read (No such file or directory)"),
     ("card FULL --shelf", "unrecognized arguments: --shelf"),
@@ -399,5 +410,6 @@ BAD_INPUT = [
 @pytest.mark.usefixtures("offline")
 def test_errors_are_one_sentence(arguments, sentence, tmp_path):
     save_profile(minimal(), tmp_path / "mse-1.safetensors")
+    (tmp_path / "config.json").touch()
     outcome = called(profile_cli.main, *arguments.replace("FULL", str(FULL)).split(), cwd=tmp_path)
     assert sentence in refusal(outcome, "s2o-profile")

@@ -238,15 +238,9 @@ def test_a_seed_writes_the_same_text_for_ever(tmp_path):
     written = texts | facts | files
     hashes = {name: hashlib.sha256(repr(values).encode()).hexdigest()[:12] for name, values in written.items()}
     assert hashes == {
-        "json": "cb00c5d8b744",
-        "tables": "335845b56a91",
-        "logs": "676cc00a247b",
-        "encoded": "59baec3f3ef4",
-        "chat": "926e4ab5baa5",
-        "needles": "39e2b8a82c9d",
-        "questions": "15a2965dc3ae",
-        "files": "774f70003973",
-    }
+        "json": "cb00c5d8b744", "tables": "335845b56a91", "logs": "676cc00a247b", "encoded": "59baec3f3ef4",
+        "chat": "926e4ab5baa5", "needles": "39e2b8a82c9d", "questions": "15a2965dc3ae", "files": "774f70003973",
+    }  # fmt: skip
 
 
 def test_found_text_is_handed_out_once_whatever_takes_excerpts_of_it(monkeypatch):
@@ -329,10 +323,7 @@ def test_truncation_and_padding_that_a_tokenizer_has_saved_are_not_applied(tmp_p
 
 def test_a_template_that_refuses_is_named():
     refusal = r"does not take a conversation \(be nice\)"
-    for template, problem in (
-        ("{{ raise_exception('be nice') }}", refusal),
-        ("nothing", "leaves the last message out"),
-    ):
+    for template, problem in (("{{ raise_exception('be nice') }}", refusal), ("nothing", "the last message out")):
         with pytest.raises(InputError, match=problem):
             load_prompts(recipe(domains=("chat",)), bos_tokenizer(template))
 

@@ -31,35 +31,42 @@ BEGUN = candidate()
 TIMES = st.floats(0, 3) | st.just(math.nan)
 
 
-def expected_ladder(errors, limit):
+def expected_ladder(length, layer, times):
     """The shares that are tried of a layer with these mean errors, the share that it keeps, and the bound for that."""
-    tried, share, first = [], 1.0, None
-    for mean in errors:
+
+    def config_at(share):
+        source = BEGUN if share == 1 else BEGUN.with_share(layer, length, share)
+        return source.layer_config(layer, length)
+
+    tried, share, first, limit = [], 1.0, None, BEGUN.limits[length, layer]
+    for ratio in times:
         tried.append(share)
-        confidence = compute_attempt_confidence(share, RECIPE, 2)
-        bound = bound_mean([mean * factor for factor in FACTORS], GROUPS.kinds, confidence)
+        confidence, now = compute_attempt_confidence(share, RECIPE, 2), config_at(share)
+        bound = bound_mean([ratio * limit * factor for factor in FACTORS], GROUPS.kinds, confidence)
         first = bound if first is None else first
         if bound <= limit:
             return tried, share, bound
         hopeful = [step for step in SPEND_FRACTIONS[:-1] if step < share and step * first <= HOPELESS * limit]
-        if share == SPEND_FRACTIONS[-1]:
+        lower = [*hopeful, SPEND_FRACTIONS[-1]]
+        changing = [step for step in lower if step < share and config_at(step) != now]
+        if not changing:
             return tried, 0.0, 0.0
-        share = [*hopeful, SPEND_FRACTIONS[-1]][0]
+        share = changing[0]
     raise AssertionError("more attempts than there are fractions")
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.sampled_from((1024, 768)), st.integers(0, 1), st.lists(TIMES, min_size=5, max_size=5))
-@example(1024, 0, [0.5] * 5)
-@example(1024, 1, [0.75, 0.75, 0.75, 0.75, 0.1])
-@example(1024, 1, [1.0, 0.1, 9.0, 9.0, 9.0])  # what the first bound makes hopeless is passed over
-@example(1024, 1, [9.0, 0.05, 9.0, 9.0, 9.0])  # but for the last
-@example(768, 1, [9.0] * 5)
-@example(1024, 1, [math.nan, 0.05, 9.0, 9.0, 9.0])
+@given(st.sampled_from((1024, 768)), st.integers(0, 1), st.lists(TIMES, min_size=6, max_size=6))
+@example(1024, 0, [0.5] * 6)
+@example(1024, 1, [0.75, 0.75, 0.75, 0.75, 0.75, 0.1])
+@example(1024, 1, [1.0, 0.1, 9.0, 9.0, 9.0, 9.0])  # what the first bound makes hopeless is passed over
+@example(1024, 1, [9.0, 0.05, 9.0, 9.0, 9.0, 9.0])  # but for the last
+@example(768, 1, [9.0] * 6)
+@example(1024, 1, [math.nan, 0.05, 9.0, 9.0, 9.0, 9.0])
 def test_a_layer_keeps_the_largest_fraction_whose_bound_holds(length, layer, times):
     """Attempts find mean errors of `times` the limit. Later layers see the layer as it was, whatever is decided."""
     key, limit = (length, layer), BEGUN.limits[length, layer]
-    tried, share, bound = expected_ladder([ratio * limit for ratio in times], limit)
+    tried, share, bound = expected_ladder(length, layer, times)
     certifier, current = MeanCertifier(BEGUN, length, GROUPS), BEGUN
     for expected, ratio in zip(tried, times, strict=False):
         at = BEGUN.with_share(layer, length, expected) if expected < 1 else BEGUN

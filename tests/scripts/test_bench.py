@@ -16,15 +16,16 @@ from scripts.bench.schema import AttentionFile, PrefillFile, read
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="runs a whole benchmark")
 
-TINY = ["--heads", "2/1", "--head-dim", "64", "--dtype", "float32", "--segment", "64", "--tile", "64x32x1:4:2"]
-TINY += ["--device", "cpu", "--rounds", "2", "--error-rows", "50"]
+TINY = "--heads 2/1 --head-dim 64 --dtype float32 --segment 64 --tile 64x32x1:4:2 --lengths 1024,768 "
+TINY += "--densities 0.01,0.6,0.7 --rounds 2 --error-rows 50 --device cpu"
+PREFILL = "--models demo --lengths 1024 --densities 0.8 --segment 128 --rounds 1 --steps 3 --device cpu"
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Two lengths with the reference backend."""
     out = tmp_path_factory.mktemp("bench") / "new" / "b.json"
-    assert bench.main([*TINY, "--lengths", "1024,768", "--densities", "0.01,0.6,0.7", "--out", str(out)]) == 0
+    assert bench.main([*TINY.split(), "--out", str(out)]) == 0
     return read(AttentionFile, json.loads(out.read_text()))
 
 
@@ -62,8 +63,7 @@ def test_the_parts_make_the_whole():
 @EXHAUSTIVE
 def test_a_model_is_timed_dense_and_at_a_density(tmp_path, capsys):
     out = tmp_path / "p.json"
-    arguments = ["--models", "demo", "--lengths", "1024", "--densities", "0.8", "--segment", "128", "--device", "cpu"]
-    assert prefill.main([*arguments, "--rounds", "1", "--steps", "3", "--out", str(out)]) == 0
+    assert prefill.main([*PREFILL.split(), "--out", str(out)]) == 0
     (entry,) = read(PrefillFile, json.loads(out.read_text())).results
     assert (entry.model, entry.length) == ("demo", 1024)
     dense, sparse = entry.rows

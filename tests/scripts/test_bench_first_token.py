@@ -23,13 +23,9 @@ from support.pages import DEMO_PROFILE
 
 DENSITY = 0.25
 TOKENIZER = load_tokenizer("demo")
-SETTINGS = {  # of the times that docs/serving.md states
-    "skip_tokenizer_init": True,
-    "dtype": "bfloat16",
-    "enforce_eager": False,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-}
+# of the times that docs/serving.md states
+SETTINGS = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+SETTINGS |= {"enable_prefix_caching": True, "enable_chunked_prefill": True}
 
 
 def alike(prompt, other):
@@ -142,16 +138,15 @@ def engines(monkeypatch):
     return started
 
 
-def run(tmp_path, *arguments):
-    out = tmp_path / "f.json"
-    sizes = ["--lengths", "48,1024", "--uncounted", "2", "--repeats", "5", "--device", "cpu"]
-    code = bench.main(["--profile", str(DEMO_PROFILE), *sizes, *arguments, "--out", str(out)])
+def run(tmp_path, flags=""):
+    out, sizes = tmp_path / "f.json", "--lengths 48,1024 --uncounted 2 --repeats 5 --device cpu "
+    code = bench.main([*(sizes + flags).split(), "--profile", str(DEMO_PROFILE), "--out", str(out)])
     return code, read(bench.FirstTokenFile, json.loads(out.read_text())) if out.exists() else None
 
 
 def test_engines_read_the_same_prompts_and_differ_by_the_backend_alone(tmp_path, engines, capsys):
     """S2O's reads each once more without it; codes are asked for in one text."""
-    code, file = run(tmp_path, "--chunks", "512")
+    code, file = run(tmp_path, "--chunks 512")
     assert code == 0
     stock, s2o = engines
     assert stock.prompts == s2o.prompts
@@ -188,8 +183,8 @@ def test_engines_read_the_same_prompts_and_differ_by_the_backend_alone(tmp_path,
 
 
 def test_chunks_and_shares_of_the_cache_are_timed_in_one_engine(tmp_path, engines):
-    turns = ["--cached", "700,1000", "--new", "300"]  # the second is longer than the longest prompt
-    _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", *turns)
+    # the second turn is longer than the longest prompt
+    _, file = run(tmp_path, "--lengths 1024 --chunks 256,512 --cached 700,1000 --new 300")
     kinds = [bench.PromptKind(length, chunk, hit) for length, hit in ((1024, 0), (1000, 0.7)) for chunk in (256, 512)]
     assert [row.kind for row in file.rows] == [kind for kind in kinds for _ in range(3)]
     assert [[row.cached for row in file.rows[at::3]] for at in range(3)] == [[0, 0, 700, 700]] * 3
@@ -209,9 +204,9 @@ def test_the_trace_of_agents_finds_the_rate_that_each_engine_keeps_up_with(tmp_p
     """Sessions grow by turns behind what is cached, in both engines alike; S2O's steps take half the time."""
     monkeypatch.setattr(agent_trace, "NEW", (16, 64))
     monkeypatch.setattr(FakeEngine, "first", {})
-    out, sizes = tmp_path / "t.json", ["--lengths", "128,512", "--chunks", "512", "--sessions", "2", "--requests", "30"]
-    options = [*sizes, "--tokens", "2", "--limit", "3", "--rate", "0.5", "--steps", "6", "--device", "cpu"]
-    assert agent_trace.main(["--profile", str(DEMO_PROFILE), *options, "--out", str(out)]) == 0
+    out, flags = tmp_path / "t.json", "--lengths 128,512 --chunks 512 --sessions 2 --requests 30 --tokens 2 --limit 3"
+    flags += " --rate 0.5 --steps 6 --device cpu"
+    assert agent_trace.main([*flags.split(), "--profile", str(DEMO_PROFILE), "--out", str(out)]) == 0
     file = read(agent_trace.AgentTraceFile, json.loads(out.read_text()))
     stock, s2o = engines
     assert stock.prompts == s2o.prompts

@@ -22,10 +22,8 @@ from scripts.bench.baselines.settings import parse
 from scripts.bench.schema import CALIBRATED, DENSE, ONE_SETTING, PROVEN, MethodRow, MethodsEntry, MethodsFile, read
 
 LENGTH, CHUNK, TURN = 520, 256, 200
-PBS, V2 = (
-    "pbs:keep=0.6,segment=128,block=64",
-    "flash-prefill-v2:alpha=1,block=64,first=1,window=1,last=0,dense_layers=1",
-)
+PBS = "pbs:keep=0.6,segment=128,block=64"
+V2 = "flash-prefill-v2:alpha=1,block=64,first=1,window=1,last=0,dense_layers=1"
 S2O = "tau=3,segment=64,tail=mean"
 CONFIG = LayerConfig.uniform(2, tau=3.0, segment=64, tile=TileConfig(64, 64, 1))
 CALIBRATED_KEY = CALIBRATED, "rel_mse 0.001 (calibrated), proven"
@@ -42,7 +40,7 @@ def qkv():
 def arguments(qkv, tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "qkv.safetensors"
     save_file({f"{layer}.{name}": x.clone() for layer in (0, 1) for name, x in zip("qkv", qkv, strict=True)}, file)
-    return ["--data", str(file), "--device", "cpu", "--rounds", "1", "--error-rows", str(LENGTH)]
+    return f"--data {file} --device cpu --rounds 1 --error-rows {LENGTH}".split()
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +61,9 @@ def run(out, *arguments):
 
 @pytest.fixture(scope="module")
 def entry(arguments, profile, tmp_path_factory):
-    methods = ["--methods", "dense", PBS, V2, S2O, "--profile", str(profile), "--lengths", str(LENGTH)]
-    out = tmp_path_factory.mktemp("out") / "out.json"
-    return run(out, *arguments, *methods, "--errors", "0.5,9", "--chunks", f"{CHUNK},{LENGTH}", "--turns", f"{TURN}")
+    flags = f"--methods dense {PBS} {V2} {S2O} --profile {profile} --lengths {LENGTH} --errors 0.5,9"
+    flags += f" --chunks {CHUNK},{LENGTH} --turns {TURN}"
+    return run(tmp_path_factory.mktemp("out") / "out.json", *arguments, *flags.split())
 
 
 def key_of(text):

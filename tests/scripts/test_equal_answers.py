@@ -35,8 +35,8 @@ def test_every_baseline_is_set_to_the_answers_of_the_profile(tmp_path, monkeypat
         return 1e-2 * (1 - variant.baseline.keep) ** 2 if variant.baseline else 1e-3
 
     monkeypatch.setattr(bench, "prepare", lambda *_: measure_kl)
-    flags = ["--profile", DEMO_PROFILE, "--length", 1100, "--methods", "pbs", "--device", "cpu", "--out", "rows.json"]
-    outcome = called(bench.main, *flags, cwd=tmp_path)
+    flags = "--length 1100 --methods pbs --device cpu --out rows.json --profile"
+    outcome = called(bench.main, *flags.split(), DEMO_PROFILE, cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())["results"]
     keep = float(row["setting"].removeprefix("pbs:keep="))

@@ -61,12 +61,6 @@ def curves():
     return [unpack(combine_prompts([measure_prompt(layer, shapes, recipe())])) for layer in LAYERS]
 
 
-@pytest.fixture
-def journal(tmp_path):
-    with Journal.open(tmp_path / "journal", {}) as journal:
-        yield journal
-
-
 def run(curves, journal, device=CPU, executor=pretended, **changes):
     texts, made = [], recipe(**changes)
     budgets = [LayerBudget.from_recipe(of_layer, made) for of_layer in curves]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from calibrate.compiling import get_kernel_form
-from calibrate.journal import Journal
 from calibrate.search import tiles
 from calibrate.search.tiles import CPU_TILES, MAX_SLOWDOWN, CrossoverKey, Layer, choose_tiles
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
@@ -26,12 +25,6 @@ KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024))
 
 def shape_of(tile):
     return tile.rows, tile.block_n, tile.num_stages
-
-
-@pytest.fixture
-def journal(tmp_path):
-    with Journal.open(tmp_path / "j", {}) as journal:
-        yield journal
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ def look_at(page, width, folder):
     frame = folder / "frame.html"
     html = FRAME.read_text(encoding="utf-8").replace("URL", page.as_uri()).replace("WIDTH", str(width))
     frame.write_text(html, encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--enable-logging=stderr"]
-    flags += [f"--user-data-dir={folder / 'browser'}", f"--window-size={max(width, 600)},1000"]
-    command = [PROGRAM, *flags, "--virtual-time-budget=3000", "--dump-dom", frame.as_uri()]
+    flags = "--headless --no-sandbox --disable-gpu --allow-file-access-from-files --enable-logging=stderr --dump-dom"
+    sizes = [f"--user-data-dir={folder / 'browser'}", f"--window-size={max(width, 600)},1000"]
+    command = [PROGRAM, *flags.split(), *sizes, "--virtual-time-budget=3000", frame.as_uri()]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     tables, drawn, faults = json.loads(unescape(re.search("<pre>(.+)</pre>", run.stdout)[1]))
     return tables, drawn, faults + re.findall(r"CONSOLE.*Uncaught (.*)", run.stderr)

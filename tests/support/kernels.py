@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from s2o_runtime.call import Call, Scoring
-from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.kernels.plan import LaunchPlan
-from s2o_runtime.kernels.prefill import Ranker, run_prefill
-from s2o_runtime.kernels.rank.order import BUCKETS
-from s2o_runtime.kernels.rank.tail import EDGES
-from s2o_runtime.reference.attention import s2o_attention_reference
-from s2o_runtime.reference.ranking import RankedPrefix
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -90,47 +85,11 @@ def call_of(q, k, v, config, kv_start=None, scale=None, lse=False, **features):
     return Call.from_tensors(q, k, v, config, scoring=Scoring(scale, **features), kv_start=kv_start, with_lse=lse)
 
 
-def kernel_ranking(call):
-    """The ranking of a whole call by the kernels."""
-    return Ranker(call).rank(range(call.shape.q_len))
-
-
 def prefix_of(call, b, h, n):
     """(first key that counts, first key of the window) of a segment."""
     start = 0 if call.kv_start is None else int(call.kv_start[b])
     begin = max(call.shape.offset + n * call.config.heads[h].segment - call.config.lookback, start)
     return start, begin - (begin - start) % call.config.tile.block_n
-
-
-def ranking_of(call, ranking, b, h, n):
-    """Return what the kernels made of a segment's ranking, as the reference wants it."""
-    start, first = prefix_of(call, b, h, n)
-    steps = (first - start) // KEY_BLOCK
-    order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(KEY_BLOCK, device=DEVICE)
-    mass = torch.zeros(steps + 1, device=DEVICE)
-    values = torch.zeros(steps + 1, call.shape.head_dim, device=DEVICE)
-    if call.config.heads[h].tail == "mean":
-        last = torch.full((1,), steps, device=DEVICE)
-        begins = torch.cat([ranking.first[b, h, n, :: BUCKETS // EDGES].long(), last])
-        masses, sums = (
-            torch.cat([of_edges, torch.zeros_like(of_edges[:1])]).float()
-            for of_edges in (ranking.mass[b, h, n], ranking.sums[b, h, n])
-        )
-        at = torch.arange(steps, device=DEVICE)
-        edge = (begins[:EDGES] <= at[:, None]).sum(1) - 1
-        share = (begins[edge + 1] - at) / (begins[edge + 1] - begins[edge])  # between two edges the rest shrinks evenly
-        mass[:steps] = masses[edge + 1].lerp(masses[edge], share)
-        values[:steps] = sums[edge + 1].lerp(sums[edge], share[:, None])
-    return RankedPrefix(order.flatten(), mass, values, KEY_BLOCK)
-
-
-def run_both(q, k, v, config, kv_start=None, scale=None, splits=1, **features):
-    """The kernels, and the reference, of so many splits, following the ranking that the kernels made."""
-    call = call_of(q, k, v, config, kv_start, scale, True, **features)
-    ranking = None if config.is_dense else partial(ranking_of, call, kernel_ranking(call))
-    options = {"kv_start": kv_start, "scale": scale, "splits": splits, **features}
-    expected = s2o_attention_reference(q, k, v, config, ranking_of=ranking, **options)
-    return run_prefill(call), expected
 
 
 def agree(ours, expected, block_m, *, error=6e-3, lse_error=4e-3, apart=0.02, exact=None):

@@ -12,13 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 def environment(home):
     """Nothing of the user's, no hub, and one thread: several processes on few cores wait for one another's threads."""
-    return {
-        "PYTHONPATH": str(ROOT),
-        "PATH": "/usr/bin:/bin",
-        "HF_HUB_OFFLINE": "1",
-        "HOME": str(home),
-        "OMP_NUM_THREADS": "1",
-    }
+    places = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(home)}
+    return places | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def command(module, *arguments):

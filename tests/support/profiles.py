@@ -15,32 +15,6 @@ from s2o_runtime.profile.file import _compute_digest
 FORMAT = Path(__file__).parents[2] / "s2o_runtime" / "profile" / "FORMAT.md"
 
 
-# of one length and three layers: one was left as it was, one got less of its budget, one became dense
-CERTIFICATE = {
-    "confidence": 0.95,
-    "method": "bounds",
-    "lengths": [
-        {
-            "length": 8192,
-            "prompts": 19,
-            "groups": 17,
-            "tokens": 19 * 8192,
-            "mean_kl": 1e-3,
-            "retrieval": {"found": 32, "kept": 30, "low": 0.79, "high": 0.99},
-            "domains": [
-                {"domain": "code", "prompts": 10, "groups": 10, "kl": 1e-3, "error_over_limit": 0.4},
-                {"domain": "prose", "prompts": 9, "groups": 7, "kl": 2e-3, "error_over_limit": 0.5},
-            ],
-            "layers": [
-                {"mean": 5e-4, "bound": 8e-4, "density": 0.5, "limit": 1e-3},
-                {"mean": 5e-4, "bound": 7e-4, "spent": 0.7, "density": 0.6, "limit": 1e-3},
-                {"mean": 0.0, "bound": 0.0, "spent": 0.0, "density": 1.0, "limit": 1e-3},
-            ],
-        }
-    ],
-}
-
-
 def document_of(data):
     """Return what a profile's bytes say, as JSON gives it."""
     size = int.from_bytes(data[:8], "little")

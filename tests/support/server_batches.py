@@ -15,7 +15,6 @@ from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.tiles import list_candidate_tiles
 from support.fake_server import Request
 
 FEWEST = 40  # queries
@@ -60,15 +59,6 @@ def served_profile(tile: TileConfig) -> Profile:
     config = LayerConfig(heads, tile)
     geometry, device = Geometry("llama", 2, 8, 2, 128), identify(torch.device("cuda"))
     return Profile("made", geometry, "", device, (1024, 4096), ((config, config),) * 2).validate()
-
-
-def served_tiles() -> list[TileConfig]:
-    """One of each kind that this GPU has; two tiles between stop checks, so that prefixes can stop more than once."""
-    if not torch.cuda.is_available():
-        return [TileConfig()]
-    candidates = list_candidate_tiles(128, torch.cuda.get_device_capability())
-    shapes = {(tile.block_m, tile.specialized): tile for tile in candidates}
-    return [replace(tile, chunk=2, min_queries=200) for tile in shapes.values()]
 
 
 def alone(request: Request, count: int, config: LayerConfig, backend: Backend = "auto") -> Attention:

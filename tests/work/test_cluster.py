@@ -232,8 +232,8 @@ def test_a_scheduler_of_ones_own_with_a_worker_that_joins_late(tiny_folder, undi
     port, log = 18786, (tmp_path / "dask.log").open("w")
     address = f"tcp://127.0.0.1:{port}"
     common = {"stdout": log, "stderr": log, "cwd": tmp_path}
-    worker = [sys.executable, "-m", "dask", "worker", address, "--nthreads", "1", "--no-dashboard"]
-    scheduler = [*worker[:3], "scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
+    worker = [sys.executable, *f"-m dask worker {address} --nthreads 1 --no-dashboard".split()]
+    scheduler = [sys.executable, *f"-m dask scheduler --host 127.0.0.1 --port {port} --no-dashboard".split()]
     started = [subprocess.Popen(arguments, **common) for arguments in (scheduler, worker)]
     late = threading.Timer(6.0, lambda: started.append(subprocess.Popen(worker, **common)))
     late.start()

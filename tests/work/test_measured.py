@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import pytest
 
-from calibrate.journal import Journal
 from calibrate.work import executor as module
 from calibrate.work.executor import WorkItem, find_unmeasured, measure_items
 from s2o_runtime.errors import ModelError
@@ -39,11 +38,9 @@ class TimedSquare(Square):
     timed: ClassVar[bool] = True
 
 
-@pytest.fixture
-def journal(tmp_path):
+@pytest.fixture(autouse=True)
+def _nothing_ran():
     RAN.clear()
-    with Journal.open(tmp_path / "journal", {"model": "tiny"}) as opened:
-        yield opened
 
 
 def test_what_the_journal_has_is_not_measured_again(journal):
