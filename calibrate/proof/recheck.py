@@ -311,10 +311,8 @@ def _check_answers(
     share = 1 - ((certified.answers and certified.answers.share_above) or 0.0)
     chance = compute_excess_probability(above, len(groups), share)
     if chance < 1 - CONFIDENCE:
-        broken.append(
-            f"{at} {above} of {len(groups)} groups of text have a prompt above {CAP:g} times the budget, "
-            f"which chance gives in {chance:.1%} of cases"
-        )
+        text = f"{at} {above} of {len(groups)} groups of text have a prompt above {CAP:g} times the budget"
+        broken.append(f"{text}, which chance gives in {chance:.1%} of cases")
     return LengthCheck.from_prompts(
         certified, prompts, answers, [None] * len(prompts), broken,
         means=mean / budget, mean_kl=mean, above=above, chance=chance,
