@@ -12,11 +12,11 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 
@@ -25,6 +25,8 @@ SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 NONE = "none"
 MAX_DIGITS = 640  # of a whole number in JSON: Python can be told to refuse longer ones
 DURATION, SHARE, TOKENS = "seconds", "share", "tokens"  # units with a reading or a name of their own
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 _PARTS = re.compile(r"[A-Za-z0-9.]+")  # of a name, between dashes
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2  # a billion laughs in YAML would be printed in full otherwise
@@ -183,6 +185,14 @@ def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
     near = [name for name in names if parts and parts <= {*_PARTS.findall(name)}][:2]
     near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.75)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key; keys and values stay in their order."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def pluralize(count: int, noun: str) -> str:

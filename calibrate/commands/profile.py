@@ -34,7 +34,7 @@ EXAMPLES = (
     ("spend another budget, without model or GPU", "rebudget p.safetensors --budget-rel-mse 1e-2"),
     ("use a profile on another GPU", "retile p.safetensors"),
     ("prove a profile on this machine", "verify p.safetensors --model my/model"),
-    ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
+    ("check its certificate on 64 other prompts", "verify p.safetensors --model my/model --seed 1 --num-certify 64"),
     ("draw every head's threshold", "plot p.safetensors"),
     ("describe a profile to others, in Markdown and HTML", "card p.safetensors"),
     (
@@ -56,8 +56,11 @@ VERIFY = {
     "tokenizer": "the model's, whatever the profile's recipe says",
     "trust_remote_code": "it does not run, whatever the profile's recipe says",
 }
-SEED = ("check the certificate on other prompts, drawn with this seed",
-        "prove again on the prompts that layers were adjusted on")  # fmt: skip
+FRESH = {  # what an option is in verify, and its default there
+    "seed": ("check the certificate on other prompts, drawn with this seed",
+             "prove again on the prompts that layers were adjusted on"),
+    "num_certify": ("with --seed, how many prompts of each length", "as many as the profile's recipe certified on"),
+}  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,7 +92,8 @@ def build_parser() -> argparse.ArgumentParser:
     export = add_command("export", "Everything in a profile as JSON.")
     export.add_argument("--out", type=read_path, metavar="FILE.json", help="default standard output")
     verify = add_command("verify", "Prove a profile here, on its own prompts or with --seed on others.", VERIFY)
-    replace(OPTIONS["seed"], help=SEED[0], default_text=SEED[1], required=False).add_to(verify)
+    for option, (text, default) in FRESH.items():
+        replace(OPTIONS[option], help=text, default_text=default).add_to(verify)
     plot = add_command("plot", "A picture of every head's threshold.")
     plot.add_argument("--out", type=read_path, metavar="FILE.png", help="default <profile>.tau.png here")
     card = add_command("card", "A page about a profile, in Markdown and in HTML.")
@@ -207,43 +211,41 @@ def verify(flags: Flags) -> int:
     """Prove a profile on this machine: on its own prompts again, or its certificate on others."""
     if "model" not in flags:
         raise ConfigError("verify needs the profile's model: give --model MODEL")
+    if "num_certify" in flags and "seed" not in flags:
+        raise ConfigError("num_certify is of fresh prompts, which no seed draws: give --seed too, or leave it out")
     name, device = resolve_device(flags.get("device"))
 
     from calibrate.api import warn_without_gpu
     from calibrate.model.estimate import estimate
     from calibrate.progress import PhaseClock
     from calibrate.prompts.documents import read_documents
-    from calibrate.proof.recheck import open_profile, replace_prompts, verify_certificate, verify_proof
+    from calibrate.proof.recheck import open_profile, verify_certificate, verify_proof
     from calibrate.report.sections import list_verify_plan, show_certificate, show_proof
     from calibrate.tables import open_console, print_fields
 
-    seed, progress, prompts = flags.get("seed"), "quiet" not in flags, flags.get("prompts")
-    read_documents(prompts or ())  # bad files end the command before it loads the model
+    seed, progress = flags.get("seed"), "quiet" not in flags
+    read_documents(flags.get("prompts", ()))  # bad files end the command before it loads the model
     phases, seconds = ("loading the model", "proving" if seed is None else "certifying"), dict[str, float]()
 
     def announce(recipe: Recipe, preflight: Preflight) -> None:
         expected = estimate(recipe, preflight.sizes, preflight.geometry, device).verifying
         seconds.update({phase: expected[phase] for phase in phases})
-        count = recipe.held_out if seed is None else recipe.num_certify
-        text = f"{count} of each length, {replace_prompts(recipe, prompts).prompt_source}"
-        print_fields(list_verify_plan(recipe, preflight, seconds, text), open_console(stderr="json" in flags))
         warn_without_gpu(recipe.model, preflight, sum(seconds.values()), device)
         if progress:
+            print_fields(list_verify_plan(recipe, preflight, seconds), open_console(stderr="json" in flags))
             emit_line(PROGRAM, f"{phases[0]} ..")
 
-    profile = open_profile(
-        str(flags["model"]), flags["profile"], name, prompts, flags.get("chunk"), needs_certificate=seed is not None,
-        trust_remote_code=flags.get("trust_remote_code", False), tokenizer=flags.get("tokenizer"),
-        before_loading=announce,
-    )  # fmt: skip
+    options = {option: flags[option] for option in (*VERIFY, *FRESH) if option in flags}
+    profile = open_profile(flags["profile"], options | {"device": name}, announce)
     with PhaseClock(seconds).time_phase(phases[1], progress):
         if seed is None:
             proof = verify_proof(profile, progress=progress)
-            value, parts, problems = asdict(proof), show_proof(proof), tuple(proof.problems)
+            value, parts, problems = asdict(proof), show_proof(proof), proof.problems
         else:
-            check = verify_certificate(profile, seed, progress=progress)
+            check = verify_certificate(profile, progress=progress)
             value, parts, problems = asdict(check), show_certificate(check), check.problems
-    _print_result(flags, value, parts)
+    measured = {"model": flags["model"], "profile": str(flags["profile"]), "device": device.name, "seed": seed}
+    _print_result(flags, measured | value, parts)
     failure = "the proof failed" if seed is None else "the certificate does not hold"
     return report_failure(PROGRAM, NOT_PROVEN, f"{failure} ({'; '.join(problems)})") if problems else OK
 

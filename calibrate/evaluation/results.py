@@ -24,6 +24,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.prompts.documents import read_text
 from calibrate.versions import collect_versions
 from s2o_runtime.devices import identify
+from s2o_runtime.fields import group_by_key
 from s2o_runtime.files import DIGEST
 from s2o_runtime.identity import split_fingerprint
 
@@ -95,10 +96,7 @@ def summarise(evaluation: Evaluation) -> Summary:
 
 def group_rows(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
     """Return the rows that have equal values of these fields, by the values, in the order in which they first come."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return groups
+    return group_by_key((tuple(row[name] for name in names), row) for row in rows)
 
 
 def _score_groups(results: Sequence[Row], task: str, score: Callable[[list[Row], list[Row]], Row]) -> list[Row]:

@@ -10,7 +10,7 @@ import re
 import sysconfig
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -30,7 +30,7 @@ from calibrate.prompts.retrieval import (
     with_facts,
 )
 from s2o_runtime.errors import InputError
-from s2o_runtime.fields import read_json, short_repr
+from s2o_runtime.fields import group_by_key, read_json, short_repr
 
 SEPARATOR = "\n\n"  # between documents and between turns
 Turn = tuple[str, str]  # the role, such as "user", and the content
@@ -178,11 +178,9 @@ class DocumentPool:
         return document.text[:most]
 
 
-def _shuffle_groups(documents: Iterable[Document], rng: random.Random) -> deque[list[Document]]:
+def _shuffle_groups(documents: Sequence[Document], rng: random.Random) -> deque[list[Document]]:
     """Return the groups in random order, each a stack of its documents from a random one on."""
-    groups: dict[str, list[Document]] = {}
-    for document in documents:
-        groups.setdefault(document.group, []).insert(0, document)
+    groups = group_by_key((document.group, document) for document in reversed(documents))
     stacks = deque(groups[group] for group in rng.sample(sorted(groups), len(groups)))
     for stack in stacks:
         first = rng.randrange(len(stack))
@@ -408,9 +406,7 @@ def shuffle_held_out_sources(rng: random.Random, used: set[str] | None = None) -
     Files of one folder are alike, so every prompt is to take the folders in an order of its own. Those in `used` are
     left out, and those that are taken added to it.
     """
-    folders: dict[Path, list[str]] = {}
-    for name, path in list_library_files().items():
-        folders.setdefault(path.parent, []).append(name)
+    folders = group_by_key((path.parent, name) for name, path in list_library_files().items())
     used = set() if used is None else used
     for folder in rng.sample(sorted(folders), len(folders)):
         first = rng.randrange(len(folders[folder]))

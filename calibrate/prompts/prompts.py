@@ -42,7 +42,7 @@ from calibrate.prompts.retrieval import (
 )
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
-from s2o_runtime.fields import pluralize
+from s2o_runtime.fields import group_by_key, pluralize
 
 ASK = "List the secret codes that are hidden in the text above."
 TODAY = "26 Jul 2024"  # for chat templates that state the date: prompts do not depend on the day
@@ -64,9 +64,7 @@ def split(
     as long as the prompt go before those that must be joined. size: returns a document's tokens. rng: draws the
     order of the groups.
     """
-    groups: dict[str, list[Document]] = defaultdict(list)
-    for document in documents:
-        groups[document.group].append(document)
+    groups = group_by_key((document.group, document) for document in documents)
     free = rng.sample(sorted(groups), len(groups))
     shared: dict[str, list[Document]] = {purpose: [] for purpose in PURPOSES}
     for length in sorted(wanted, reverse=True):
@@ -247,10 +245,9 @@ def _describe_shortage(source: str, documents: Sequence[Document], longest: int,
 
 def _take_turns(chosen: Iterable[list[Document]]) -> list[list[Document]]:
     """Return the parts with their domains in turns, and in each domain its groups: the first few are of many groups."""
-    domains: dict[str, dict[str, list[list[Document]]]] = {}
-    for part in chosen:
-        domains.setdefault(part[0].domain, {}).setdefault(part[0].group, []).append(part)
-    return _merge_in_turns([_merge_in_turns(list(groups.values())) for groups in domains.values()])
+    domains = group_by_key((part[0].domain, part) for part in chosen).values()
+    groups = [group_by_key((part[0].group, part) for part in parts).values() for parts in domains]
+    return _merge_in_turns([_merge_in_turns([*parts]) for parts in groups])
 
 
 def _merge_in_turns(lists: Sequence[list[list[Document]]]) -> list[list[Document]]:

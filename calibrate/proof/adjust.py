@@ -23,7 +23,7 @@ from functools import partial
 from types import MappingProxyType
 
 from calibrate.proof.bounds import SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound
-from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, select_lengths
+from calibrate.proof.state import Candidate, Problem, ProblemKind, select_lengths
 from calibrate.proof.verify import EIGHTH_OVER_LIMIT, LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import CalibrationDense
@@ -175,13 +175,8 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
 
 def judge(candidate: Candidate) -> tuple[Problem, ...]:
     """Return why a candidate's proof failed: layers over their limit, then lengths that lost needles."""
-    return (*find_layers_over_limit(candidate), *find_lost_needles(candidate.proofs, candidate.recipe))
-
-
-def find_layers_over_limit(candidate: Candidate) -> tuple[Problem, ...]:
-    """Find the layers that are not dense and whose error is over their limit."""
     recipe = candidate.recipe
-    return tuple(
+    over_limit = (
         describe_over_limit(length, candidate.geometry.get_layer_number(layer), proof, limit, recipe)
         for length, length_proof in candidate.proofs.items()
         for layer, proof in enumerate(length_proof.layers)
@@ -189,14 +184,16 @@ def find_layers_over_limit(candidate: Candidate) -> tuple[Problem, ...]:
         # also where it is no number
         if not proof.limited_error(recipe) <= limit and not candidate.layer_config(layer, length).is_dense
     )
+    return (*over_limit, *find_lost_needles(candidate.proofs, recipe))
 
 
-def find_slower_layers(candidate: Candidate) -> frozenset[LengthAndLayer]:
-    """Find the layers whose attention was measured slower than dense attention at a length, if it was timed.
+def make_slower_dense(candidate: Candidate) -> Candidate:
+    """Make dense what was measured slower than dense attention; the candidate itself if there is nothing.
 
-    A layer that was adjusted may have lost what made it fast.
+    A layer that was adjusted may have lost what made it fast. Every other layer keeps its configuration. The
+    measurements stay those of before.
     """
-    return frozenset(
+    slower_layers = sorted(
         (length, layer)
         for length, length_proof in candidate.proofs.items()
         for layer, proof in enumerate(length_proof.layers)
@@ -205,14 +202,6 @@ def find_slower_layers(candidate: Candidate) -> frozenset[LengthAndLayer]:
         and proof.seconds > TIMING_TOLERANCE * proof.dense_seconds
         and not candidate.layer_config(layer, length).is_dense
     )
-
-
-def make_slower_dense(candidate: Candidate) -> Candidate:
-    """Make dense what was measured slower than dense attention; the candidate itself if there is nothing.
-
-    Every other layer keeps its configuration. The measurements stay those of before.
-    """
-    slower_layers = sorted(find_slower_layers(candidate))
     if slower_layers:
         # Checked lengths are fixed first, or they would follow the buckets that become dense.
         fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}

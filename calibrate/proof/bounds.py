@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 
 from calibrate.recipe import Recipe
+from s2o_runtime.fields import group_by_key
 
 CONFIDENCE = 0.95  # of the means' claim, of each share, and of the interval for retrieval
 SPEND_FRACTIONS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.35)  # of its budget that a layer is tried with, until its bound holds
@@ -108,9 +109,7 @@ def _compute_mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tu
 
 def _group_values(values: Sequence[float], kinds: Sequence[str], least: int) -> list[list[float]]:
     """Group the values by kind; all together if one kind has fewer than `least`."""
-    groups: dict[str, list[float]] = {}
-    for value, kind in zip(values, kinds, strict=True):
-        groups.setdefault(kind, []).append(value)
+    groups = group_by_key(zip(kinds, values, strict=True))
     return list(groups.values()) if min(map(len, groups.values())) >= least else [list(values)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from calibrate.prompts.prompt import Prompt
@@ -28,7 +28,7 @@ from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
 from calibrate.search.choice import CalibrationDense
-from s2o_runtime.fields import pluralize
+from s2o_runtime.fields import group_by_key, pluralize
 
 MIN_GROUPS = 3  # of text, below which no mean is bounded: Student's quantile for two is above 6
 HOPELESS = 1.2  # times the limit: a fraction is skipped if the first bound predicts that its own would be above that
@@ -46,9 +46,8 @@ class TextGroups:
     @classmethod
     def from_prompts(cls, prompts: Sequence[Prompt]) -> TextGroups:
         """Group prompts, in the order of the groups' first ones; a prompt whose group is not known is one."""
-        members: dict[Hashable, list[int]] = {}
-        for number, prompt in enumerate(prompts):
-            members.setdefault((prompt.domain, prompt.group or number), []).append(number)
+        keys = [(prompt.domain, prompt.group or number) for number, prompt in enumerate(prompts)]
+        members = group_by_key((key, number) for number, key in enumerate(keys))
         kinds = tuple(prompts[numbers[0]].domain for numbers in members.values())
         return cls(tuple(map(tuple, members.values())), kinds)
 
@@ -58,10 +57,6 @@ class TextGroups:
     def mean_per_group(self, values: Sequence[float]) -> list[float]:
         """Return the mean value of each group's prompts."""
         return [statistics.fmean(values[number] for number in numbers) for numbers in self.members]
-
-    def max_per_group(self, values: Sequence[float]) -> list[float]:
-        """Return the largest value of each group, from a value of each prompt."""
-        return [max(values[number] for number in numbers) for numbers in self.members]
 
 
 def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
@@ -198,9 +193,8 @@ def describe_prompts(
 
     shares: of each layer that is not dense, each prompt's error over the limit; None where layers have no claim.
     """
-    groups, by_domain = TextGroups.from_prompts(prompts), dict[str, list[int]]()
-    for number, prompt in enumerate(prompts):
-        by_domain.setdefault(prompt.domain, []).append(number)
+    groups = TextGroups.from_prompts(prompts)
+    by_domain = group_by_key((prompt.domain, number) for number, prompt in enumerate(prompts))
 
     def find_largest(numbers: Sequence[int]) -> float | None:
         means = (statistics.fmean(layer[number] for number in numbers) for layer in shares or ())

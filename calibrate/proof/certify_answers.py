@@ -96,7 +96,7 @@ def build_answer_certificate(
     groups = TextGroups.from_prompts(prompts)
     kls = [max(prompt.kl, 0.0) for prompt in answers]  # NaN stays
     values = groups.mean_per_group([kl if math.isnan(kl) else min(kl, CAP * budget) for kl in kls])
-    above = sum(not kl <= CAP * budget for kl in groups.max_per_group(kls))
+    above = sum(not all(kls[number] <= CAP * budget for number in numbers) for numbers in groups.members)
     return CertifiedAnswers(
         mean=compute_mean_of_kinds(groups.mean_per_group(kls), groups.kinds),
         bound=keep_finite(bound_mean(values, groups.kinds, confidence)),

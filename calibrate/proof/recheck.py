@@ -21,14 +21,14 @@ from calibrate.profiles.stored import check_sizes, read_recipe
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import describe_over_limit, find_lost_needles
-from calibrate.proof.answers import find_worst_eighth, measure_answers
+from calibrate.proof.answers import PromptAnswers, find_worst_eighth, measure_answers
 from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability, compute_mean_of_kinds
 from calibrate.proof.certify import MIN_GROUPS, TextGroups, count_retrieval
 from calibrate.proof.certify_answers import CAP, build_answer_certificate
-from calibrate.proof.layers import ConfigSource
+from calibrate.proof.layers import ConfigSource, PromptAgreement
 from calibrate.proof.verify import LengthProof, Prover
 from calibrate.proof.weigh import measure_noise
-from calibrate.recipe import OPTIONS, Recipe
+from calibrate.recipe import Recipe
 from calibrate.record import CertifiedLength, CertifiedRetrieval, read_record
 from calibrate.work.executor import open_executor
 from s2o_runtime.errors import InputError
@@ -48,7 +48,8 @@ class LoadedProfile:
     profile: Profile
     recipe: Recipe
     loaded: LoadedModel
-    prompts: tuple[Path, ...] | None  # files and folders to draw from instead of the recipe's text; None for that
+    drawn: Recipe  # the same with the text, seed and number of the prompts to measure on
+    num_certify: int | None  # fresh prompts that each length must have; None for the recipe's number, or what there is
 
     @contextmanager
     def start_prover(self, title: str, lengths: int, progress: bool) -> Iterator[Prover]:
@@ -61,54 +62,50 @@ class LoadedProfile:
 
 
 def open_profile(
-    model: str,
     path: Path,
-    device: str,
-    prompts: tuple[Path, ...] | None = None,
-    chunk: int | None = None,
-    *,
-    needs_certificate: bool = False,
-    trust_remote_code: bool = False,
-    tokenizer: str | None = None,
+    options: Mapping[str, Any],
     before_loading: Callable[[Recipe, Preflight], object] = lambda recipe, preflight: None,
 ) -> LoadedProfile:
     """Load a profile and the model that it was calibrated for.
 
     Args:
-        model, path, device: an alias, local folder or hub id, the profile's file, and torch's name of the device.
-        prompts: files and folders to draw prompts from instead of the recipe's text; None for the recipe's.
-        chunk: tokens that layers are fed at once; None for the recipe's number.
-        needs_certificate: whether a profile without one is refused, before anything is loaded.
-        trust_remote_code: whether code that comes with the model may run; the recipe's word does not count, because
-            a profile may be another's.
-        tokenizer: the folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
-        before_loading: called with the recipe and the model's sizes once these fit, before its weights are loaded.
+        path: the profile's file.
+        options: of the recipe, by name: model and device; if not the recipe's are to be used, prompts and chunk;
+            tokenizer and trust_remote_code, where the recipe's word does not count, because a profile may be another's;
+            seed to check its certificate on fresh prompts, and num_certify if there must be so many of each length.
+        before_loading: called with the recipe of the prompts to measure on and the model's sizes once these fit, before
+            its weights are loaded.
 
     Raises:
         ModelError: The model cannot be loaded.
         ProfileError: The profile cannot be read.
-        InputError: Its record does not say how it was made, it is of another model, this device cannot run it, or it
-            has no certificate.
+        ConfigError: An option is out of its range.
+        InputError: Its record does not say how it was made, it is of another model, this device cannot run it, or there
+            is a seed and it has no certificate, or was made with the same one.
     """
-    profile = load_profile(path)
-    if needs_certificate and not select_certified_lengths(profile):
+    profile, has_prompts = load_profile(path), "prompts" in options
+    if "seed" in options and not select_certified_lengths(profile):
         raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
-    recipe = replace(read_recipe(profile, path), model=model, device=device)
-    recipe = replace(recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-    recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
-    if needs_certificate:
-        recipe = replace(recipe, num_certify=recipe.num_certify or OPTIONS["num_certify"].default)
-    profile, rejected = adapt_to_device(profile, torch.device(device))
+    fresh = {name: options[name] for name in ("prompts", "seed", "num_certify") if name in options}
+    loading = {name: value for name, value in options.items() if name not in fresh}
+    recipe = replace(read_recipe(profile, path), **{"tokenizer": None, "trust_remote_code": False} | loading)
+    fresh |= {"domains": None} if has_prompts else {}
+    if "seed" in options and has_prompts:  # of the user's text as much as possible is for the certificate
+        fresh |= {"num_prompts": 1, "held_out": 1}
+    drawn = replace(recipe, **fresh).validate()
+    if options.get("seed") == recipe.seed and not has_prompts:  # another number would hide other needles in this text
+        raise InputError(f"{path} was made with seed {recipe.seed}, expected fresh prompts: give another --seed")
+    profile, rejected = adapt_to_device(profile, torch.device(recipe.device))
     if rejected is not None:
         raise InputError(f"{path} cannot be proven here: {rejected}")
-    config = load_config(model, random_weights=True, trust_remote_code=trust_remote_code)  # an alias's sizes ship
+    model, device, random = recipe.model, recipe.device, recipe.random_weights
+    config = load_config(model, random_weights=True, trust_remote_code=recipe.trust_remote_code)  # an alias's ship
     check_sizes(profile, path, model, geometry(config))
-    random = recipe.random_weights
-    before_loading(recipe, make_preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
+    before_loading(drawn, make_preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
     loaded = load(model, device, seed=recipe.seed, **recipe.loading)
     if mismatch := explain_mismatch(loaded.fingerprint, profile.fingerprint):
         raise InputError(f"{path} is not of {model}: {mismatch} of the profile: calibrate this model")
-    return LoadedProfile(profile, recipe, loaded, prompts)
+    return LoadedProfile(profile, recipe, loaded, drawn, options.get("num_certify"))
 
 
 def select_certified_lengths(profile: Profile) -> dict[int, CertifiedLength]:
@@ -128,14 +125,14 @@ class ProofCheck:
     """
 
     lengths: list[dict[str, Any]]
-    problems: list[str]  # one sentence each, none if the proof holds
+    problems: tuple[str, ...]  # one sentence each; none if the proof holds
     same_prompts: bool  # whether the prompts are those in the profile's record
 
 
 def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on, or on other text."""
-    profile, recipe = opened.profile, replace_prompts(opened.recipe, opened.prompts)
-    data = load_prompts(recipe, opened.loaded.tokenizer)
+    profile, recipe = opened.profile, opened.recipe
+    data = load_prompts(opened.drawn, opened.loaded.tokenizer)
     with opened.start_prover("proving", len(data.held_out), progress) as prover:
         _, proofs = prover.prove(profile, data.held_out, timed=False)
         answers = {length: _measure_answers(prover, profile, prompts) for length, prompts in data.held_out.items()}
@@ -152,7 +149,7 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
     ]
     recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
-    return ProofCheck(lengths, problems, same_prompts)
+    return ProofCheck(lengths, tuple(problems), same_prompts)
 
 
 def _measure_answers(prover: Prover, profile: Profile, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -165,11 +162,6 @@ def _measure_answers(prover: Prover, profile: Profile, prompts: Sequence[Prompt]
         "noise": measure_noise(prover, prompts),
         "quoted": not prover.executor.resident,
     }
-
-
-def replace_prompts(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
-    """Return the recipe with other files and folders as its prompts; None leaves it as it is."""
-    return recipe if prompts is None else replace(recipe, prompts=prompts, domains=None)
 
 
 def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:
@@ -205,6 +197,17 @@ def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: L
 
 
 @dataclass(frozen=True)
+class FreshPrompt:
+    """One fresh prompt, and what it shows of a certificate."""
+
+    domain: str  # the kind of text, and the source of most of it, as in `Prompt`
+    group: str
+    kl: float  # nats per token: under a budget of answers of the answers about it, else of its compared rows
+    error_over_limit: float | None  # the largest of any layer; None under a budget of answers
+    measured: PromptAnswers | PromptAgreement
+
+
+@dataclass(frozen=True)
 class LengthCheck:
     """The certificate of one length beside the measurements of fresh prompts."""
 
@@ -212,13 +215,42 @@ class LengthCheck:
     prompts: int
     groups: int  # of text, which are the unit of counting
     means: float  # the largest mean error of a layer over its limit
-    broken: int  # layers whose means are over it by more than chance explains
+    broken: int  # layers whose means are over it by more than chance explains; claims about answers that are refuted
     mean_kl: float
     retrieval: CertifiedRetrieval | None  # None if the prompts ask for no needles
     problems: tuple[str, ...]  # one sentence each
     # both of a budget of answers only
     above: int | None = None  # groups that have a prompt above `CAP` times the budget
     chance: float | None = None  # the probability of so many or more if the certificate is right
+    of_prompts: tuple[FreshPrompt, ...] = ()
+
+    @classmethod
+    def from_prompts(
+        cls,
+        certified: CertifiedLength,
+        prompts: Sequence[Prompt],
+        measured: Sequence[PromptAnswers | PromptAgreement],
+        errors: Sequence[float | None],
+        broken: Sequence[str],
+        **claims: Any,
+    ) -> LengthCheck:
+        """Compare the needles too, and keep what each prompt shows.
+
+        errors: `FreshPrompt.error_over_limit` of each. broken: a sentence for each. claims: the fields about means.
+        """
+        length, before, now = certified.length or 0, certified.retrieval, count_retrieval(prompts, measured)
+        lost = list[str]()
+        if before and before.low is not None and now and now.found and now.high is not None and now.high < before.low:
+            kept = f"{now.kept} of {now.found} needles are kept, at least {before.low:.0%} is certified"
+            lost.append(f"at {length} tokens {kept}")
+        of_prompts = tuple(
+            FreshPrompt(prompt.domain, prompt.group, shown.kl, error, shown)
+            for prompt, shown, error in zip(prompts, measured, errors, strict=True)
+        )
+        return cls(
+            length=length, prompts=len(prompts), groups=len(TextGroups.from_prompts(prompts)), broken=len(broken),
+            retrieval=now, problems=(*broken, *lost), of_prompts=of_prompts, **claims,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -229,37 +261,39 @@ class CertificateCheck:
     problems: tuple[str, ...]  # one sentence each; none if it holds
 
 
-def verify_certificate(opened: LoadedProfile, seed: int, *, progress: bool = False) -> CertificateCheck:
-    """Check each claim of a profile's certificate on new prompts, with another seed or from other files.
+def verify_certificate(opened: LoadedProfile, *, progress: bool = False) -> CertificateCheck:
+    """Check each claim of the certificate of a profile that was opened with a seed, on this seed's prompts.
 
     A claim is broken if fresh prompts contradict it beyond chance, at 5%: for the layers' means that is at all of them
     together. Raises InputError if there are too few fresh prompts.
     """
     profile, recipe = opened.profile, opened.recipe
-    certified = select_certified_lengths(profile)
-    drawn, recorded = replace_prompts(replace(recipe, seed=seed), opened.prompts), read_record(profile).data
-    if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
-        drawn = replace(drawn, num_prompts=1, held_out=1)
+    certified, recorded = select_certified_lengths(profile), read_record(profile).data
     parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
     used = {prompt.sha256 for part in parts for prompt in part or ()}
     fresh = {
         length: [prompt for prompt in length_prompts if prompt.sha256 not in used]
-        for length, length_prompts in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
+        for length, length_prompts in load_prompts(opened.drawn, opened.loaded.tokenizer).certify.items()
     }
+    fewest = max(MIN_GROUPS, opened.num_certify or 0)
     for length in certified:
-        if len(groups := TextGroups.from_prompts(fresh.get(length, ()))) < MIN_GROUPS:
+        found = fresh.get(length, ())
+        groups = len(TextGroups.from_prompts(found))
+        if groups < MIN_GROUPS or len(found) < fewest:
             raise InputError(
-                f"there are fresh prompts of {pluralize(len(groups), 'group')} of text of {length} tokens, expected at "
-                f"least {MIN_GROUPS}: give another --seed, or --prompts with more text"
+                f"of {opened.drawn.prompt_source} there are {len(found)} fresh prompts of {length} tokens, of "
+                f"{pluralize(groups, 'group')} of text, expected at least {fewest} of {MIN_GROUPS} groups: give "
+                "another --num-certify or --seed, or --prompts with more text"
             )
     proofs: dict[int, LengthProof] = {}
     with opened.start_prover("certifying", len(certified), progress) as prover:
         if recipe.budget.kind == "kl":
-            checks = tuple(_check_answers(prover, fresh[length], profile, entry) for length, entry in certified.items())
-            return CertificateCheck(checks, tuple(problem for check in checks for problem in check.problems))
-        for length in certified:  # one after another: the hidden states of all prompts are in memory
-            proofs |= prover.prove(profile, {length: fresh[length]}, timed=False, stage="certifying")[1]
-    return compare_certificate(profile, recipe, certified, proofs)
+            lengths = [_check_answers(prover, fresh[length], profile, entry) for length, entry in certified.items()]
+        else:
+            for length in certified:  # one after another: the hidden states of all prompts are in memory
+                proofs |= prover.prove(profile, {length: fresh[length]}, timed=False, stage="certifying")[1]
+            lengths = compare_certificate(profile, recipe, certified, proofs)
+    return CertificateCheck(tuple(lengths), tuple(problem for length in lengths for problem in length.problems))
 
 
 def _check_answers(
@@ -267,69 +301,44 @@ def _check_answers(
 ) -> LengthCheck:
     """Compare what is certified of the answers at one length with those about fresh prompts."""
     (answers,) = measure_answers(prover, prompts, [profile])
-    groups, retrieval = TextGroups.from_prompts(prompts), count_retrieval(prompts, answers)
-    budget, length = read_budget(profile.record).value or 0.0, prompts[0].length
-    measured, problems = build_answer_certificate(prompts, answers, budget, CONFIDENCE), []
+    groups, at = TextGroups.from_prompts(prompts), f"at {certified.length} tokens"
+    budget = read_budget(profile.record).value or 0.0
+    measured, broken = build_answer_certificate(prompts, answers, budget, CONFIDENCE), []
+    mean, above = measured.mean or 0.0, measured.above or 0
     values = groups.mean_per_group([min(max(prompt.kl, 0.0), CAP * budget) for prompt in answers])
     if bound_mean_below(values, groups.kinds, CONFIDENCE) > budget:
-        problems.append(f"at {length} tokens answers have a mean KL of {measured.mean:.1e}, {budget:g} is certified")
+        broken.append(f"{at} answers have a mean KL of {mean:.1e}, {budget:g} is certified")
     share = 1 - ((certified.answers and certified.answers.share_above) or 0.0)
-    above = measured.above or 0
     chance = compute_excess_probability(above, len(groups), share)
     if chance < 1 - CONFIDENCE:
-        problems.append(
-            f"at {length} tokens {above} of {len(groups)} groups of text have a prompt above {CAP:g} times the budget, "
-            f"which chance gives in {chance:.1%} of cases"
-        )
-    return LengthCheck(
-        length=length,
-        prompts=len(prompts),
-        groups=len(groups),
-        means=(measured.mean or 0.0) / budget,
-        broken=bool(problems),
-        above=above,
-        chance=chance,
-        mean_kl=measured.mean or 0.0,
-        retrieval=retrieval,
-        problems=(*problems, *_compare_retrieval(length, certified, retrieval)),
-    )
+        text = f"{at} {above} of {len(groups)} groups of text have a prompt above {CAP:g} times the budget"
+        broken.append(f"{text}, which chance gives in {chance:.1%} of cases")
+    return LengthCheck.from_prompts(
+        certified, prompts, answers, [None] * len(prompts), broken,
+        means=mean / budget, mean_kl=mean, above=above, chance=chance,
+    )  # fmt: skip
 
 
 def compare_certificate(
     profile: ConfigSource, recipe: Recipe, certified: Mapping[int, CertifiedLength], proofs: Mapping[int, LengthProof]
-) -> CertificateCheck:
+) -> list[LengthCheck]:
     """Compare a certificate, by length in tokens, with the measurements of fresh prompts; dense layers are left out."""
-    risk = (1 - CONFIDENCE) / max(1, sum(len(proof.layers) for proof in proofs.values()))  # of one layer (Bonferroni)
-    lengths = tuple(_compare_length(profile, recipe, certified[length], proofs[length], risk) for length in certified)
-    return CertificateCheck(lengths, tuple(problem for length in lengths for problem in length.problems))
-
-
-def _compare_length(
-    profile: ConfigSource, recipe: Recipe, certified: CertifiedLength, proof: LengthProof, risk: float
-) -> LengthCheck:
-    """Compare one length; risk: the probability that one layer's mean is taken for too large by chance."""
-    length, groups = certified.length or 0, TextGroups.from_prompts(proof.prompts)
-    problems, means = list[str](), 0.0
-    for layer, (layer_proof, entry) in enumerate(zip(proof.layers, certified.layers or (), strict=True)):
-        if profile.layer_config(layer, length).is_dense or not entry.limit:
-            continue
-        errors = groups.mean_per_group(layer_proof.errors(recipe.budget))
-        means = max(means, compute_mean_of_kinds(errors, groups.kinds) / entry.limit)
-        if bound_mean_below(errors, groups.kinds, 1 - risk) > entry.limit:
-            problems.append(
-                f"layer {layer} at {length} tokens: its mean error is {statistics.fmean(errors):.2e}, its limit "
-                f"{entry.limit:.2e}"
-            )
-    broken, now = len(problems), count_retrieval(proof.prompts, proof.agreements)
-    problems += _compare_retrieval(length, certified, now)
-    return LengthCheck(length, len(proof.prompts), len(groups), means, broken, proof.kl, now, tuple(problems))
-
-
-def _compare_retrieval(length: int, certified: CertifiedLength, now: CertifiedRetrieval | None) -> list[str]:
-    """Return the problem of needles of which fresh prompts keep fewer than is certified, if they do."""
-    before = certified.retrieval
-    if before and before.low is not None and now and now.found and now.high is not None and now.high < before.low:
-        return [
-            f"at {length} tokens {now.kept} of {now.found} needles are kept, at least {before.low:.0%} is certified"
-        ]
-    return []
+    # that one layer's mean is taken for too large by chance (Bonferroni)
+    risk, checks = (1 - CONFIDENCE) / max(1, sum(len(proof.layers) for proof in proofs.values())), []
+    for length, entry in certified.items():
+        proof, groups = proofs[length], TextGroups.from_prompts(proofs[length].prompts)
+        broken, means, shares = list[str](), 0.0, [[0.0] * len(proof.prompts)]
+        for layer, (layer_proof, stated) in enumerate(zip(proof.layers, entry.layers or (), strict=True)):
+            if profile.layer_config(layer, length).is_dense or not stated.limit:
+                continue
+            shares.append([error / stated.limit for error in layer_proof.errors(recipe.budget)])
+            of_groups = groups.mean_per_group(shares[-1])
+            means = max(means, compute_mean_of_kinds(of_groups, groups.kinds))
+            if bound_mean_below(of_groups, groups.kinds, 1 - risk) > 1:
+                mean = statistics.fmean(of_groups) * stated.limit
+                text = f"layer {layer} at {length} tokens: its mean error is {mean:.2e}, its limit {stated.limit:.2e}"
+                broken.append(text)
+        largest = torch.tensor(shares, dtype=torch.float64).amax(0).tolist()  # a NaN stays
+        claims = {"means": means, "mean_kl": proof.kl}
+        checks.append(LengthCheck.from_prompts(entry, proof.prompts, proof.agreements, largest, broken, **claims))
+    return checks

@@ -217,14 +217,15 @@ def spend_answers(candidate: Candidate, length: int, times: float) -> Candidate:
     The layers share it anew, each by what its errors do to answers. A layer that may spend less than it was given, as
     it was tightened, does not get more if all together get less. A length without curves has its thresholds scaled.
     """
-    if length not in candidate.chosen:
-        for layer in range(candidate.geometry.layers):
+    layers = range(candidate.geometry.layers)
+    live = [layer for layer in layers if not candidate.layer_config(layer, length).is_dense]
+    if not live or length not in candidate.chosen:
+        for layer in live:
             candidate = candidate.with_share(layer, length, times)
         return candidate
     chosen = candidate.chosen[length]
-    live = [layer for layer, choice in enumerate(chosen.choices) if not candidate.layer_config(layer, length).is_dense]
     plans = [chosen.choices[layer] for layer in live]
-    predicted = sum(plan.budget.weights.layer * plan.spent for plan in plans) / max(1, len(plans))
+    predicted = sum(plan.budget.weights.layer * plan.spent for plan in plans) / len(plans)
     allocations = allocate_together(
         [plan.curves for plan in plans],
         [plan.budget.weights for plan in plans],

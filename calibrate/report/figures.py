@@ -83,14 +83,13 @@ def add_panels(
     *,
     x: str,
     y: str,
-    columns: int = 3,
     sharey: bool = False,
 ) -> list[Axes]:
-    """Return axes with these titles, at most so many `columns`, labelled x and y at the outer edges of the figure.
+    """Return axes with these titles, at most three in a row, labelled x and y at the outer edges of the figure.
 
     size: about how many inches a panel is wide and high; the figure gets what all of them need. sharey: matplotlib's.
     """
-    columns = min(columns, len(titles))
+    columns = min(3, len(titles))
     rows = math.ceil(len(titles) / columns)
     figure.set_size_inches(size[0] * columns + 1.5, size[1] * rows + 1.2)
     grid = list(figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False).flat)

@@ -20,7 +20,7 @@ from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, Certi
 from calibrate.report.contents import LengthReport, Report, divide, summarise_profile
 from calibrate.tables import Number, Table, format_integer, format_kept, format_number
 from s2o_runtime.config import LOOKBACK, convert_to_json
-from s2o_runtime.fields import format_ranges, pluralize
+from s2o_runtime.fields import format_ranges, group_by_key, pluralize
 from s2o_runtime.profile import Profile, make_document
 
 Columns = dict[str, Callable[[Any], str]]  # of a table: a row's cell, by the column's title
@@ -295,17 +295,16 @@ def format_speedup(ratio: float | None) -> str:
     return "-" if ratio is None else Number(f"{ratio:.2f}x", ratio)
 
 
-def list_verify_plan(
-    recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float], prompts: str
-) -> dict[str, str]:
-    """Name what is measured again, and how long its phases take at most; prompts: how many of each length."""
+def list_verify_plan(recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float]) -> dict[str, str]:
+    """Name what is measured again, and how long its phases take at most."""
     phases = ", ".join(f"{name} {format_duration(expected)}" for name, expected in seconds.items())
+    count = recipe.held_out if "proving" in seconds else recipe.num_certify
     return {
         "takes": f"at most about {format_duration(sum(seconds.values()))} ({phases})",
         "model": recipe.model,
         "layers": preflight.layers,
         "lengths": ", ".join(map(str, sorted(recipe.all_lengths))),
-        "prompts": prompts,
+        "prompts": f"{count} of each length, {recipe.prompt_source}",
     }
 
 
@@ -337,8 +336,16 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
 
 
 def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
-    """Yield what fresh prompts show of a certificate: a row for each length."""
-    columns: Columns = {
+    """Yield what fresh prompts show of a certificate: a row for each prompt, and then one for each length."""
+    of_prompt = {
+        "text": show("domain", ""),
+        "group": show("group", ""),
+        "KL": show("kl", ".1e"),
+        "error / limit": show("error_over_limit", ".0%"),
+    }
+    for length in check.lengths:
+        yield Table.from_rows(length.of_prompts, of_prompt, f"fresh prompts of {length.length} tokens", align="llr")
+    columns = {
         "length": show("length", "d"),
         "prompts": show("prompts", "d"),
         "groups": show("groups", "d"),
@@ -500,10 +507,7 @@ def list_length_notes(report: Report, length: LengthReport, *, studies: bool = F
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]
-    reasons: dict[str, list[int]] = {}
-    for layer in length.layers:
-        if layer.why_dense:
-            reasons.setdefault(layer.why_dense, []).append(layer.layer)
+    reasons = group_by_key((layer.why_dense, layer.layer) for layer in length.layers if layer.why_dense)
     notes += [f"{format_layers(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
     notes += _describe_limits(report, length)
     if tightened := [layer.layer for layer in length.layers if layer.tightened]:

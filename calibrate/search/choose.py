@@ -29,6 +29,7 @@ from calibrate.timing import FAILURES, Timing, time_against_dense
 from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, run_at_once
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import get_first_line
+from s2o_runtime.fields import group_by_key
 
 BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
 MAX_GROUP_WIDTH = 0.08  # of dense attention's time: layers of a group have costs that differ by less at every budget
@@ -159,10 +160,8 @@ def group_layers(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     clustering = AgglomerativeClustering(
         n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=MAX_GROUP_WIDTH
     )
-    groups: dict[int, list[int]] = {}
-    for layer, label in enumerate(clustering.fit_predict(costs).tolist()):
-        groups.setdefault(label, []).append(layer)
-    return list(groups.values())
+    labels = clustering.fit_predict(costs).tolist()
+    return list(group_by_key((label, layer) for layer, label in enumerate(labels)).values())
 
 
 @dataclass(frozen=True)

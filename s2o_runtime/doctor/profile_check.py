@@ -11,7 +11,7 @@ import torch
 from ..command_line import BAD_INPUT, NO_RESOURCE, OK
 from ..devices import decide_fit, identify, is_interpreted
 from ..errors import ModelError, ProfileError, ResourceError, get_first_line
-from ..fields import format_ranges
+from ..fields import format_ranges, group_by_key
 from ..identity import geometry
 from ..layer_kinds import get_max_positions
 from ..monitor.drift import read_error_limits
@@ -132,9 +132,7 @@ def list_outcomes(on_device: RankProfile, length: int) -> list[dict[str, Any]]:
 
 def describe_outcomes(outcomes: list[dict[str, Any]]) -> str:
     """Return in words which layers run S2O, and which run dense and why."""
-    by_reason: dict[str | None, list[int]] = {}
-    for outcome in outcomes:
-        by_reason.setdefault(outcome["reason"], []).append(outcome["layer"])
+    by_reason = group_by_key((outcome["reason"], outcome["layer"]) for outcome in outcomes)
     sparse = by_reason.pop(None, [])
     numbers = f" ({format_ranges(sparse)})" if by_reason and sparse else ""
     dense = [f"dense: {format_ranges(layers)}, because {reason}" for reason, layers in by_reason.items()]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention.compute import AttentionStats
 from ..dense_reason import DenseReason, FormattedReason
 from ..errors import get_first_line
+from ..fields import group_by_key
 from .drift import DriftMonitor
 
 CALLS = 1000  # of every layer, after which it is judged
@@ -183,12 +184,10 @@ class Meter:
 
     def read(self) -> dict[Key, SampledMeans]:
         """Return the means so far; waits for the device."""
-        by_key: defaultdict[Key, list[Sample]] = defaultdict(list)
-        for kept in list(self._kept.values()):  # copies: a server's metrics are read by a thread of their own
-            for sample in list(kept.values()):
-                by_key[sample.key].append(sample)
+        # copies: a server's metrics are read by a thread of their own
+        kept = [sample for slots in list(self._kept.values()) for sample in list(slots.values())]
         means = {}
-        for key, samples in by_key.items():
+        for key, samples in group_by_key((sample.key, sample) for sample in kept).items():
             warm = [sample for sample in samples if sample.number > WARM] or samples
             density = fmean(1.0 if sample.density is None else float(sample.density.mean()) for sample in samples)
             means[key] = SampledMeans(density, fmean(sample.seconds for sample in warm))

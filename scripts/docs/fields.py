@@ -9,6 +9,7 @@ from calibrate.options import Option, format_flag
 from calibrate.record import FieldSpec, Record, RecordNode
 from calibrate.tables import Markup, Table, format_markdown
 from s2o_runtime.command_line import EXIT_CODES
+from s2o_runtime.fields import group_by_key
 
 SECTIONS = ("predicted", "held_out", "certificate", "retiled")  # fields of the record that have a table of their own
 ELSEWHERE = ("recipe",)  # described by the calibrator's options
@@ -35,11 +36,8 @@ def between(page: str, start: str, end: str, written: str) -> str:
 
 def options(stated: Mapping[str, Option]) -> str:
     """A table for each group of options."""
-    groups: dict[str, list[Option]] = {}
-    for option in stated.values():
-        groups.setdefault(option.group, []).append(option)
     parts = []
-    for group, members in groups.items():
+    for group, members in group_by_key((option.group, option) for option in stated.values()).items():
         rows = [(flags(option), str(option.rule), option.shown_default, option.help) for option in members]
         parts.append(f"**{group[0].upper()}{group[1:]}**")
         parts.append(format_markdown(Table(("option", "value", "default", "what it is"), rows, align="l")))

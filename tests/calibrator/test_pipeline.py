@@ -179,9 +179,13 @@ def test_by_default_what_is_written_keeps_to_a_budget_of_answers(resident, tiny_
         (answers,) = measure_answers(Prover(executor, chunk=made.chunk), prompts, [profile])
     measured = statistics.fmean(prompt.kl for prompt in answers)
     assert 0.5 * shown.answers.mean < measured <= 1.001 * shown.answers.mean  # the proof may have taken from layers
-    opened = open_profile(str(tiny_folder), made.out, "cpu", needs_certificate=True)
-    check = verify_certificate(opened, 5)
-    assert (verify_proof(opened).problems, check.problems, check.lengths[0].groups) == ([], (), 3)
+    options = {"model": str(tiny_folder), "device": "cpu"}
+    opened, fresh = (open_profile(made.out, options | seed) for seed in ({}, {"seed": 5}))
+    check = verify_certificate(fresh)
+    assert (verify_proof(opened).problems, check.problems, check.lengths[0].groups) == ((), (), 3)
+    said = "are 3 fresh prompts of 768 tokens, of 3 groups of text, expected at least 64 of 3 groups: give another"
+    with pytest.raises(InputError, match=said):
+        verify_certificate(replace(fresh, num_certify=64))
     stages, run = set(), WorkerState.run
     monkeypatch.setattr(WorkerState, "run", lambda worker, item: stages.add(item.stage) or run(worker, item))
     again = calibrate(replace(made, budget=Budget("kl", 1e-3), out=tmp_path / "q"), progress=False, loaded=loaded)

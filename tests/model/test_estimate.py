@@ -110,6 +110,7 @@ def test_a_budget_of_answers_takes_phases_of_its_own_and_certifies_by_questions(
     assert times[1] > 1.5 * times[0]
     assert more.verifying["proving"] > of_answers["measuring answers"]  # about as many prompts, by two kernels
     assert 1 < more.seconds["certifying"] / more.verifying["certifying"] < 2  # which is one attempt
+    assert most.verifying["certifying"] == pytest.approx(96 / 64 * more.verifying["certifying"])
     streamed = estimated(model="llama-3.1-70b", lengths=(8192,), num_certify=1, budget_kl=2e-3).seconds
     assert all(streamed[phase] > 70.6e9 * 2 / module.READ for phase in (*added, "certifying"))
 

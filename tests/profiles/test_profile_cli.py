@@ -259,7 +259,7 @@ def recorded(profile, recipe, **changes):
     [
         (careless, (), 3, r"the proof failed \(layer 0 at 512 tokens has an error of .* in an eighth .*, 1.50e-03 is"),
         # of fewer fresh prompts nothing is surely beyond chance
-        (lambda profile: recorded(careless(profile), {"num_certify": 20}), ("--seed", 5), 3,
+        (careless, ("--seed", 5, "--num-certify", 20), 3,
          r"the certificate does not hold \(layer . at 512 tokens: its mean error is"),
         (lambda profile: dataclasses.replace(profile, fingerprint="0" * 64), (), 2, "is not of demo: the weights are"),
         (lambda profile: minimal(), (), 2, "does not say how it was calibrated"),
@@ -277,13 +277,19 @@ def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, seed, cod
 
 @SLOW
 def test_verify_checks_the_certificate_on_other_prompts(calibrated, run):
-    code, check = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--seed", 5, "--json")
+    """On as many as are asked for; each one's values are there, with what they were measured of."""
+    flags = ["--model", "demo", "--device", "cpu", "--seed", 5, "--num-certify", 4, "--json"]
+    code, check = run("verify", calibrated, *flags)
     assert code == 0, check
-    (length,), (stated,) = check["lengths"], read_record(load_profile(calibrated)).certificate.lengths
-    assert (length["length"], length["prompts"], check["problems"]) == (512, 3, [])
-    assert length["groups"] == stated.groups == 3
+    assert re.search("^prompts  4 of each length, built-in code, ", run.stderr, re.M)
+    assert [check[name] for name in ("model", "profile", "device", "seed")] == ["demo", str(calibrated), "cpu", 5]
+    (length,) = check["lengths"]
+    assert (length["length"], length["prompts"], length["groups"], check["problems"]) == (512, 4, 4, [])
     assert (length["broken"], length["above"]) == (0, None)
-    assert 0 < length["means"] < 2
+    of_prompts = length["of_prompts"]
+    assert sum(prompt["kl"] for prompt in of_prompts) / 4 == pytest.approx(length["mean_kl"])
+    assert 0 < length["means"] <= max(prompt["error_over_limit"] for prompt in of_prompts) < 3
+    assert len({prompt["group"] for prompt in of_prompts}) == 4
 
 
 def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monkeypatch, caplog):
@@ -381,6 +387,9 @@ BAD_INPUT = [
     ("verify FULL", "verify needs the profile's model: give --model MODEL"),
     (f"verify {DEMO_PROFILE} --model qwen2.5-7b --device cpu", "is not of qwen2.5-7b, which has "),
     ("verify mse-1.safetensors --model demo --device cpu --seed 5", "is not certified"),
+    (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 0", "was made with seed 0, expected fresh prompts: give"),
+    (f"verify {DEMO_PROFILE} --model demo --seed 1 --num-certify 9999999", "num_certify is 9999999: expected a whole"),
+    ("verify FULL --model demo --num-certify 64", "num_certify is of fresh prompts, which no seed draws"),
     ("rebudget FULL", "needs the new budget: give --budget-mse or --budget-rel-mse"),
     ("rebudget FULL --budget-rel-mse 1e-2 --ceiling-rel-mse 1e-3", "ceiling_rel_mse 0.001 goes with"),
     ("publish FULL --name org/model --out-dir to", "was calibrated on random weights"),

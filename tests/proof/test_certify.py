@@ -13,7 +13,7 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
 from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_confidence
 from calibrate.proof.certify import HOPELESS, MeanCertifier, TextGroups, build_certificate, find_lost_retrieval
-from calibrate.proof.recheck import CertificateCheck, LengthCheck, compare_certificate
+from calibrate.proof.recheck import CertificateCheck, FreshPrompt, LengthCheck, compare_certificate
 from calibrate.proof.state import TAU_FOR_ERROR, ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Budget
@@ -24,6 +24,7 @@ from support.candidates import LENGTHS, RECIPE, candidate, proof_of, with_proofs
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
 DOMAINS = ("code", "prose", "code", "prose", "code")
+KLS = (1e-3, 2e-3, 3e-3, 4e-3, 5e-3)
 BUDGET = Budget("mse", 1e-4)
 GROUPS = TextGroups(((0,), (1,), (2,), (3,), (4,)), ("text",) * 5)
 BEGUN = candidate()
@@ -122,7 +123,7 @@ def length_proof(means=(5e-5, 2e-5), found=4, kept=4, groups=""):
     )
     results = [
         {"kl": kl, "top1": 1 - kl, "found": 0 if number else found, "kept": 0 if number else kept}
-        for number, kl in enumerate((1e-3, 2e-3, 3e-3, 4e-3, 5e-3))
+        for number, kl in enumerate(KLS)
     ]
     layers = [proof_of(mean, FACTORS, kinds=DOMAINS) for mean in means]
     return LengthProof.from_results(layers, results, prompts)
@@ -175,8 +176,10 @@ def test_the_claims_in_words():
 
 def test_fresh_prompts_show_how_likely_chance_gives_what_is_outside():
     of_answers = LengthCheck(512, 9, 7, 0.5, 0, 1e-3, CertifiedRetrieval(found=4, kept=3), (), above=2, chance=0.1234)
-    of_layers = LengthCheck(768, 9, 7, 0.5, 1, 1e-3, None, ())
-    table, _ = show_certificate(CertificateCheck((of_answers, of_layers), ()))
+    of_prompts = (FreshPrompt("code", "ast", 1e-3, 0.5, None),)
+    of_layers = LengthCheck(768, 9, 7, 0.5, 1, 1e-3, None, (), of_prompts=of_prompts)
+    _, fresh, table, _ = show_certificate(CertificateCheck((of_answers, of_layers), ()))
+    assert fresh.rows == [("code", "ast", "1.0e-03", "50%")]
     columns = dict(zip(table.names, zip(*table.rows, strict=True), strict=True))
     assert (columns["above"], columns["chance"]) == (("2", "-"), ("12.3%", "-"))
     assert columns["kept"] == ("3 of 4", "-")
@@ -187,7 +190,6 @@ def test_a_group_counts_once_by_its_largest_prompt():
     groups = TextGroups.from_prompts(seen.prompts)
     assert (groups.members, groups.kinds) == (((0, 2), (1,), (3,), (4,)), ("code", "prose", "prose", "code"))
     assert groups.mean_per_group([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 2.0, 4.0, 5.0]
-    assert groups.max_per_group([1.0, 2.0, 3.0, 4.0, 5.0]) == [3.0, 2.0, 4.0, 5.0]
     assert certified(seen).groups == 4
     assert [one.groups for one in certified(seen).domains] == [2, 2]
 
@@ -255,8 +257,10 @@ def test_retrieval_fails_only_where_chance_does_not_explain_it():
 )
 def test_fresh_prompts_break_a_claim_only_beyond_chance(fresh, problem, broken):
     stated = {512: certified(length_proof())}
-    check = compare_certificate(BEGUN.build_profile(), RECIPE, stated, {512: length_proof(**fresh)})
-    (length,) = check.lengths
-    assert (length.broken, bool(check.problems)) == (broken, problem is not None)
+    (length,) = compare_certificate(BEGUN.build_profile(), RECIPE, stated, {512: length_proof(**fresh)})
+    assert (length.broken, bool(length.problems)) == (broken, problem is not None)
     assert (length.means > 1) == (fresh.get("means", (0.0,))[0] > 1e-4)
-    assert problem is None or check.problems[0].startswith(problem)
+    assert problem is None or length.problems[0].startswith(problem)
+    largest = [fresh.get("means", (5e-5,))[0] / 1e-4 * factor for factor in FACTORS]  # of layer 0, also where it is NaN
+    assert [prompt.error_over_limit for prompt in length.of_prompts] == pytest.approx(largest, nan_ok=True)
+    assert [(prompt.domain, prompt.kl) for prompt in length.of_prompts] == [*zip(DOMAINS, KLS, strict=True)]

@@ -146,6 +146,8 @@ def test_fresh_prompts_refute_a_certificate_that_is_wrong(times, far, problem, m
     kls[:far] = [100 * BUDGET] * far
     monkeypatch.setattr(recheck, "measure_answers", lambda *_: [answer(kls)])
     check = recheck._check_answers(None, PROMPTS, profile, recheck.select_certified_lengths(profile)[512])
-    assert check.broken == bool(check.problems) == (problem is not None)
+    assert bool(check.broken) == bool(check.problems) == (problem is not None)
     assert problem is None or any(problem in said for said in check.problems)
     assert (check.groups, check.above, check.mean_kl) == (8, far, pytest.approx(statistics.fmean(kls)))
+    shown = [(prompt.domain, prompt.kl, prompt.error_over_limit, prompt.measured) for prompt in check.of_prompts]
+    assert shown == [*zip(KINDS, map(pytest.approx, kls), [None] * 8, answer(kls), strict=True)]

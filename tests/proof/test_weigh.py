@@ -168,6 +168,11 @@ def test_all_layers_spend_more_or_less_until_the_answers_are_where_they_may_be(o
                 assert plan.allocation.mse <= limit
 
 
+def test_layers_that_are_all_dense_have_nothing_to_spend():
+    dense = candidate().with_share(0, 512, 0.0).with_share(1, 512, 0.0)
+    assert weigh.spend_answers(dense, 512, 2.0) is dense
+
+
 def test_what_was_tightened_gets_no_more_when_all_get_less():
     tightened = candidate().with_share(0, 512, 0.01)
     pairs = zip(
