@@ -6,6 +6,7 @@ with tiles of this GPU, as they would run there. Where a certificate is checked,
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from s2o_runtime.profile.profile import adapt_to_device
 from s2o_runtime.profile.record import read_budget, read_limits
 
 ANSWERED = 5  # prompts of each length that questions are asked about, of as many kinds of text
+
+log = logging.getLogger("calibrate")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,12 @@ def open_profile(
     drawn = replace(recipe, **fresh).validate()
     if options.get("seed") == recipe.seed and not has_prompts:  # another number would hide other needles in this text
         raise InputError(f"{path} was made with seed {recipe.seed}, expected fresh prompts: give another --seed")
+    before, now = ({file.name for file in made.prompts or ()} for made in (recipe, drawn))
+    if "seed" in options and before & now:
+        log.warning(
+            f"{path} was calibrated on {', '.join(sorted(before & now))}: another seed divides this text anew, so "
+            "prompts may hold some that it was chosen by: give --prompts with other text"
+        )
     profile, rejected = adapt_to_device(profile, torch.device(recipe.device))
     if rejected is not None:
         raise InputError(f"{path} cannot be proven here: {rejected}")

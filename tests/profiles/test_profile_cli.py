@@ -292,6 +292,16 @@ def test_verify_checks_the_certificate_on_other_prompts(calibrated, run):
     assert len({prompt["group"] for prompt in of_prompts}) == 4
 
 
+@SLOW
+def test_verify_warns_of_prompts_from_files_that_the_profile_was_calibrated_on(calibrated, run, tmp_path, caplog):
+    profile = recorded(load_profile(calibrated), {"prompts": ("mine.txt",), "domains": None})
+    save_profile(profile, tmp_path / "p.safetensors")
+    (tmp_path / "mine.txt").write_text("Too few words.")
+    flags = ["--model", "demo", "--device", "cpu", "--quiet", "--seed", 5, "--prompts", tmp_path / "mine.txt"]
+    assert run("verify", tmp_path / "p.safetensors", *flags)[0] == 2
+    assert "was calibrated on mine.txt: another seed divides this text anew" in caplog.text
+
+
 def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     assert run("retile", FULL, "--device", "cpu") == (0, f"wrote {FULL.stem}-cpu.safetensors\n")
