@@ -87,7 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--head", type=_parse_head, metavar="LAYER.HEAD", help="what one head does at every length, and why"
     )
     show.add_argument("--journal", type=read_path, metavar="FILE", help="the measurements (default beside the profile)")
-    add_command("rebudget", "Another budget, from what was measured: no model, no GPU.", REBUDGET)
+    rebudget = add_command("rebudget", "Another budget, from what was measured: no model, no GPU.", REBUDGET)
+    refused = "refused: no curve tells answers, so it prints the s2o-calibrate command that continues from the journal"
+    replace(OPTIONS["budget_kl"], help=refused, default_text="", required=True).add_to(rebudget)
     add_command("retile", "The same thresholds with tiles for the GPU here.", RETILE)
     export = add_command("export", "Everything in a profile as JSON.")
     export.add_argument("--out", type=read_path, metavar="FILE.json", help="default standard output")

@@ -396,6 +396,10 @@ BAD_INPUT = [
     ("shw FULL", "did you mean show?"),
     ("verify FULL", "verify needs the profile's model: give --model MODEL"),
     (f"verify {DEMO_PROFILE} --model qwen2.5-7b --device cpu", "is not of qwen2.5-7b, which has "),
+    (
+        f"rebudget {DEMO_PROFILE} --budget-kl 1e-3 --out new/p.safetensors",
+        "curves: run s2o-calibrate --model demo --budget-kl 0.001 --lengths 1024,2048",
+    ),
     ("verify mse-1.safetensors --model demo --device cpu --seed 5", "is not certified"),
     (f"verify {DEMO_PROFILE} --model demo --device cpu --seed 0", "was made with seed 0, expected fresh prompts: give"),
     (f"verify {DEMO_PROFILE} --model demo --seed 1 --num-certify 9999999", "num_certify is 9999999: expected a whole"),

@@ -18,7 +18,7 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
     "calibrate": (1829, 9.9),
-    "calibrate/commands": (641, 8.7),
+    "calibrate/commands": (643, 8.8),
     "calibrate/curves": (650, 12.2),
     "calibrate/evaluation": (937, 10.9),
     "calibrate/model": (1504, 9.8),
@@ -45,9 +45,9 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/demo_model": (357, 10.5),
     "scripts/docs": (745, 10.4),
     "scripts/study": (115, 13.1),
-    "tests": (17632, 12.4),
+    "tests": (17636, 12.4),
     "tests/support": (1850, 12.1),
-    UNALLOCATED: (120, 0.0),
+    UNALLOCATED: (114, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
