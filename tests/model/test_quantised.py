@@ -188,7 +188,7 @@ def test_a_missing_package_is_one_sentence_before_anything_is_loaded(method, tmp
     (folder / "model.safetensors").unlink()  # it is not read
     write_settings(folder, settings | {"quant_method": method})
     capsys.readouterr()
-    assert command.main(["--model", str(folder), "--device", "cpu", "--out", str(tmp_path / "p.safetensors")]) == 4
+    assert command.main(["--model", str(folder), "--device", "cpu", "--out", str(tmp_path / "out" / "p")]) == 4
     (line,) = [line for line in capsys.readouterr().err.strip().splitlines() if "[transformers]" not in line]
     assert f"model '{folder}' is quantised ({method}) and a package for that is missing (" in line
 
