@@ -1,5 +1,6 @@
 """The method in plain torch against loops over rows and keys: S2O, dense attention, windows; and what both promise."""
 
+import importlib
 import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -235,3 +236,8 @@ def test_one_thread_is_the_first_to_call_each_function_of_mkl():
     sources = [path.read_text(encoding="utf-8") for room in rooms for path in ROOT.glob(room)]
     used = {name for source in sources for name in re.findall(rf"(?<!math)\.({mkl})_?\(", source)}
     assert used | {"cos", "sin"} == set(reference.CALLED_ALONE_FIRST)
+    single_numbers = [(torch.float32, 1), (torch.float64, 1)]  # no work for a second thread
+    with mock.patch.multiple(torch, **dict.fromkeys(reference.CALLED_ALONE_FIRST, mock.DEFAULT)) as functions:
+        importlib.reload(reference)
+    for function in functions.values():
+        assert [(call.args[0].dtype, call.args[0].numel()) for call in function.call_args_list] == single_numbers
