@@ -47,8 +47,8 @@ def resolve_recipe(
     unknown = {} if "lengths" in options else {"lengths": (MAX_SEGMENT,), "check_lengths": None}
     if in_model and "out" in options:
         raise ConfigError(f"--out {options['out']} and --out-in-model are both given: choose one")
-    place = (IN_MODEL, _find_own_folder(options["model"])) if in_model else (options["model"], PROFILES)
-    out = place_profile(place[0], "gpu", Budget.from_options(options), place[1])
+    folder, root = (IN_MODEL, _find_own_folder(options["model"])) if in_model else (options["model"], PROFILES)
+    out = place_profile(folder, "gpu", Budget.from_options(options), root)
     check_files(Recipe.from_options({"out": out} | dict(options) | unknown))
 
     import torch
@@ -59,7 +59,7 @@ def resolve_recipe(
     if gpu is None and "scheduler" in options and name.startswith("cuda") and not torch.cuda.is_available():
         gpu = DeviceIdentity("cuda", options.get("target_gpu") or "gpu")  # the workers', whose host has none itself
     name, identity = ("cuda", gpu) if gpu else resolve_device(options.get("device"))
-    out = place_profile(place[0], identity.name, Budget.from_options(options), place[1])
+    out = place_profile(folder, identity.name, Budget.from_options(options), root)
     defaults = {"lengths": DEFAULT_LENGTHS[identity.kind], "out": out}
     return check_files(Recipe.from_options(defaults | dict(options) | {"device": name})), identity
 

@@ -119,17 +119,21 @@ class Option:
         return self.example or ("" if self.default in (None, ()) else format_value(self.default))
 
     def _from_text(self, value: str) -> Any:
-        rule = self.rule.single if self.repeatable else self.rule
-        try:
-            return rule.read(value)
-        except ValueError:
-            example = f", such as {self._example}" if self._example else ""
-            raise argparse.ArgumentTypeError(f"{value!r}: expected {rule}{example}") from None
+        return _read_flag(value, self.rule.single if self.repeatable else self.rule, self._example)
+
+
+def _read_flag(value: str, rule: Rule, example: str = "") -> Any:
+    """Return what a flag's text stands for. Raises ArgumentTypeError, with an example if there is one."""
+    try:
+        return rule.read(value)
+    except ValueError:
+        example = f", such as {example}" if example else ""
+        raise argparse.ArgumentTypeError(f"{value!r}: expected {rule}{example}") from None
 
 
 def read_path(text: str) -> Path:
     """Return the file name that a flag gives, with ~ expanded. Raises ArgumentTypeError for an empty one."""
-    return Path(Option(Rule(Path), "", "")._from_text(text))
+    return Path(_read_flag(text, Rule(Path)))
 
 
 def option(rule: Rule, help: str, group: str, *, default: Any = MISSING, **more: Any) -> Any:

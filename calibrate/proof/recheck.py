@@ -98,10 +98,10 @@ def open_profile(
     drawn = replace(recipe, **fresh).validate()
     if options.get("seed") == recipe.seed and not has_prompts:  # another number would hide other needles in this text
         raise InputError(f"{path} was made with seed {recipe.seed}, expected fresh prompts: give another --seed")
-    before, now = ({file.name for file in made.prompts or ()} for made in (recipe, drawn))
-    if "seed" in options and before & now:
+    calibrated_on, drawn_from = ({file.name for file in source.prompts or ()} for source in (recipe, drawn))
+    if "seed" in options and (shared := calibrated_on & drawn_from):
         log.warning(
-            f"{path} was calibrated on {', '.join(sorted(before & now))}: another seed divides this text anew, so "
+            f"{path} was calibrated on {', '.join(sorted(shared))}: another seed divides this text anew, so "
             "prompts may hold some that it was chosen by: give --prompts with other text"
         )
     profile, rejected = adapt_to_device(profile, torch.device(recipe.device))
@@ -286,11 +286,11 @@ def verify_certificate(opened: LoadedProfile, *, progress: bool = False) -> Cert
     }
     fewest = max(MIN_GROUPS, opened.num_certify or 0)
     for length in certified:
-        found = fresh.get(length, ())
-        groups = len(TextGroups.from_prompts(found))
-        if groups < MIN_GROUPS or len(found) < fewest:
+        of_length = fresh.get(length, ())
+        groups = len(TextGroups.from_prompts(of_length))
+        if groups < MIN_GROUPS or len(of_length) < fewest:
             raise InputError(
-                f"of {opened.drawn.prompt_source} there are {len(found)} fresh prompts of {length} tokens, of "
+                f"of {opened.drawn.prompt_source} there are {len(of_length)} fresh prompts of {length} tokens, of "
                 f"{pluralize(groups, 'group')} of text, expected at least {fewest} of {MIN_GROUPS} groups: give "
                 "another --num-certify or --seed, or --prompts with more text"
             )

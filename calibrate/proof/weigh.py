@@ -164,8 +164,8 @@ def _divide_budget(
     log.info("%d tokens: predicted KL of answers %s, measured %s: %.1e is spent", length, predicted, measured, spent)
     of_layers = zip(allocate(spent), powers, weights, constraints, strict=True)
     budgets = [
-        LayerBudget(limit_layer(allocation, power), weights.mean(allocation), constraints, weights)
-        for allocation, power, weights, constraints in of_layers
+        LayerBudget(limit_layer(allocation, power), of_layer.mean(allocation), of_constraints, of_layer)
+        for allocation, power, of_layer, of_constraints in of_layers
     ]
     return budgets, spent
 

@@ -135,11 +135,11 @@ def check_variables() -> Iterator[Finding]:
     """Check the variables that are set for S2O: a value that is refused is a problem, and a name that nothing reads."""
     from ..huggingface.run import read_drift, read_long_prompts
     from ..profile import load_profile
-    from ..profile.find import NAMED, OFF, list_folders, read_named
+    from ..profile.find import OFF, PROFILE_VARIABLE, list_folders, read_named
     from ..sglang.engine import read_settings
 
     readers: dict[str, Callable[[], object]] = {
-        NAMED: lambda: read_named() == OFF or load_profile(os.environ[NAMED]).check_trained(),
+        PROFILE_VARIABLE: lambda: read_named() == OFF or load_profile(os.environ[PROFILE_VARIABLE]).check_trained(),
         "S2O_PROFILES": list_folders,
         "S2O_SETTINGS": read_settings,
         "S2O_BEYOND": read_long_prompts,

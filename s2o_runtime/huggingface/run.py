@@ -28,9 +28,10 @@ from ..identity import (
 from ..logs import log_once
 from ..monitor.drift import DriftChoice, read_error_limits
 from ..profile import Profile, load_profile
-from ..profile.find import NAMED as VARIABLE
 from ..profile.find import (
+    FOLDERS_VARIABLE,
     OFF,
+    PROFILE_VARIABLE,
     STARTED_IN,
     FoundProfile,
     explain_no_match,
@@ -40,7 +41,6 @@ from ..profile.find import (
     read_named,
     select_profile,
 )
-from ..profile.find import VARIABLE as FOLDERS
 from .layers import (
     DENSE,
     STATE,
@@ -92,7 +92,7 @@ def read_available(search: bool = False) -> Available:
                 if drift in ("warn", "dense"):
                     read_error_limits(profile)
             except ProfileError as error:
-                raise ProfileError(f"{VARIABLE}: {error}") from error
+                raise ProfileError(f"{PROFILE_VARIABLE}: {error}") from error
             _read.append((profile, False))
         else:
             _read.append((None, path is None and (search or STARTED in os.environ)))
@@ -126,7 +126,7 @@ def find_misfit(config: Any) -> str | None:
 def find_obstacle(config: Any) -> str | None:
     """Return why a model with this configuration, which could as well run SDPA, gets no profile; None if it may."""
     if read_available() == (None, False):
-        return f"{VARIABLE} is {OFF!r}, which refuses every profile"
+        return f"{PROFILE_VARIABLE} is {OFF!r}, which refuses every profile"
     if getattr(config, SOFT_CAP, None) is not None:  # SDPA does not cap scores: the model is left as it is
         return "the model caps its attention scores"
     return find_misfit(config)
@@ -145,7 +145,7 @@ def _list_candidates(config: Any) -> tuple[FoundProfile, ...]:
 def warn_dense(reason: str) -> None:
     """Warn once that a model stays as it is."""
     refused[reason] = None
-    speaker = "" if read_available()[0] is None else f"{VARIABLE}: "
+    speaker = "" if read_available()[0] is None else f"{PROFILE_VARIABLE}: "
     log_once(logging.WARNING, f"{speaker}%s; it stays dense", reason)
 
 
@@ -223,10 +223,10 @@ def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tup
     if rejected is not None:
         warn_dense(rejected)
     elif not models:
-        log_once(logging.WARNING, f"{VARIABLE}: {NO_MODEL}: its weights are not checked")
+        log_once(logging.WARNING, f"{PROFILE_VARIABLE}: {NO_MODEL}: its weights are not checked")
     elif mismatch := find_weights_mismatch(models, profile):
         consequence = "that the profile was calibrated on: errors and densities may differ"
-        log_once(logging.WARNING, f"{VARIABLE}: %s {consequence}", mismatch)
+        log_once(logging.WARNING, f"{PROFILE_VARIABLE}: %s {consequence}", mismatch)
     return profile, rejected
 
 
@@ -300,9 +300,10 @@ def _execute(args: argparse.Namespace) -> int:
             raise
         raise ProfileError(f"--profile: {error.__cause__}") from error
     folders = os.pathsep.join(map(os.path.abspath, list_named_folders()))
-    environment = dict(os.environ) | {FOLDERS: folders, STARTED_IN: os.getcwd()}  # the program may go elsewhere
+    environment = dict(os.environ)
+    environment |= {FOLDERS_VARIABLE: folders, STARTED_IN: os.getcwd()}  # the program may go elsewhere
     if (path := read_named()) is not None and path != OFF:
-        environment[VARIABLE] = os.path.abspath(path)
+        environment[PROFILE_VARIABLE] = os.path.abspath(path)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))
     environment[STARTED] = str(os.getpid())  # which the command keeps
     if args.explain:

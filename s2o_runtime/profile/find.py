@@ -28,9 +28,9 @@ from .file import load_profile
 from .profile import Profile
 from .record import BudgetKind, list_certified, read_budget
 
-NAMED = "S2O_PROFILE"  # a profile's file, which is not searched for, or OFF
+PROFILE_VARIABLE = "S2O_PROFILE"  # a profile's file, which is not searched for, or OFF
 OFF = "off"  # in place of a file: no profile, and none is searched for
-VARIABLE = "S2O_PROFILES"  # folders, separated as in PATH
+FOLDERS_VARIABLE = "S2O_PROFILES"  # folders, separated as in PATH
 STARTED_IN = "S2O_STARTED_IN"  # the folder in which s2o-run was started, for the program that it became
 CATALOGUE = Path(__file__).parents[1] / "catalogue"
 KINDS: tuple[BudgetKind, ...] = ("kl", "rel_mse", "mse")  # of budgets, in the order in which profiles are taken
@@ -48,7 +48,8 @@ class FoundProfile(NamedTuple):
         certified = "certified" if list_certified(self.profile.record) else "not certified"
         kind, value = read_budget(self.profile.record)[:2]
         budget = "" if kind is None or value is None else f", {kind} {value:g}"
-        return f"{self.path} of {self.profile.model_name} ({certified}{budget}; found, {NAMED}={OFF} refuses it)"
+        proof = f"{certified}{budget}; found, {PROFILE_VARIABLE}={OFF} refuses it"
+        return f"{self.path} of {self.profile.model_name} ({proof})"
 
     @property
     def rank(self) -> tuple[object, ...]:
@@ -60,7 +61,7 @@ class FoundProfile(NamedTuple):
 
 def read_named() -> str | None:
     """Return what S2O_PROFILE names, a profile's file or OFF; None if it is not set."""
-    return os.environ.get(NAMED) or None
+    return os.environ.get(PROFILE_VARIABLE) or None
 
 
 def find_local_folder(model: object, revision: str | None = None) -> Path | None:
@@ -85,10 +86,10 @@ def find_source_folder(config: Any) -> Path | None:
 
 def list_named_folders() -> list[Path]:
     """Return the folders that S2O_PROFILES names. Raises ConfigError for what is no folder."""
-    named = [Path(name) for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+    named = [Path(name) for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if name]
     for folder in named:
         if not folder.is_dir():
-            raise ConfigError(f"{VARIABLE} names {folder}, which is no folder: name folders that hold profiles")
+            raise ConfigError(f"{FOLDERS_VARIABLE} names {folder}, which is no folder: name folders that hold profiles")
     return named
 
 
@@ -192,7 +193,7 @@ def find_profile(
     Raises: as `select_profile`; ConfigError as `list_folders`.
     """
     if str(named) == OFF:
-        raise ProfileError(f"the profile is {OFF!r}, so none is looked for: name one, or unset {NAMED}")
+        raise ProfileError(f"the profile is {OFF!r}, so none is looked for: name one, or unset {PROFILE_VARIABLE}")
     return select_profile(find_profiles(model_folder), config, device, mismatch)
 
 

@@ -17,7 +17,7 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1829, 9.9),
+    "calibrate": (1830, 9.9),
     "calibrate/commands": (643, 8.8),
     "calibrate/curves": (650, 12.2),
     "calibrate/evaluation": (937, 10.9),
@@ -31,10 +31,10 @@ CAPS: dict[str, tuple[int, float]] = {
     "s2o_runtime": (1716, 9.8),
     "s2o_runtime/attention": (660, 10.6),
     "s2o_runtime/doctor": (543, 9.2),
-    "s2o_runtime/huggingface": (1190, 9.7),
+    "s2o_runtime/huggingface": (1191, 9.7),
     "s2o_runtime/kernels": (2298, 12.4),
     "s2o_runtime/monitor": (506, 11.6),
-    "s2o_runtime/profile": (567, 9.6),
+    "s2o_runtime/profile": (568, 9.6),
     "s2o_runtime/reference": (404, 12.9),
     "s2o_runtime/serving": (971, 10.3),
     "s2o_runtime/sglang": (464, 9.3),
@@ -45,9 +45,9 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/demo_model": (357, 10.5),
     "scripts/docs": (745, 10.4),
     "scripts/study": (115, 13.1),
-    "tests": (17637, 12.4),
+    "tests": (17643, 12.4),
     "tests/support": (1850, 12.1),
-    UNALLOCATED: (113, 0.0),
+    UNALLOCATED: (104, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
