@@ -122,15 +122,15 @@ def find_tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) 
 def list_candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileConfig, ...]:
     """Return the prefill tiles worth timing on a GPU; empty where the kernels have none for this head dim.
 
-    They compile for it with a few spilled registers at most, and fit its shared memory. Each shape comes with three
-    spacings of the check.
+    They compile for it with a few spilled registers at most, and fit its shared memory. Each shape comes with
+    several spacings of the check.
     """
     number = get_family(capability)
     shapes = _PREFILL[number].get(pad_head_dim(head_dim), []) if number is not None else []
     return tuple(
         TileConfig(block_m, block_n, stride // block_n, warps, stages, specialized).validate()
         for block_m, block_n, warps, stages, specialized in shapes
-        for stride in ((512, 1024, 2048) if specialized else (256, 512, 1024))
+        for stride in ((512, 1024, 2048, 256) if specialized else (256, 512, 1024))
     )
 
 
