@@ -32,7 +32,7 @@ from calibrate.record import CertifiedAnswers, CertifiedLength
 
 CAP = 10.0  # times the budget: a prompt above it counts with so much in the mean, and by itself
 SKEW = 2  # times as much confidence: KLs of single prompts are skewed (docs/results/coverage-answers.txt)
-FALL = 0.8  # the power of what layers spend that a bound falls with: 0.6 to 1.3 in five calibrations
+FALL = 0.8  # the power of what layers spend that a bound falls with, but for the noise: 0.6 to 1.3 in five calibrations
 EIGHTH_ROOM = 2.0  # times the budget that answers about one eighth of the prompts may have in the mean
 
 log = logging.getLogger("calibrate")
@@ -67,18 +67,19 @@ def _certify_length(
 ) -> tuple[Candidate, CertifiedLength]:
     """Return the candidate that spends as much as can be certified, and its certificate; of the least if none can."""
     length, budget, bound, tried = prompts[0].length, candidate.recipe.budget.value, 0.0, SPEND_FRACTIONS[0]
+    noise, stays = measure_noise(prover, prompts), 0.0
     for fraction in SPEND_FRACTIONS:
-        if fraction != SPEND_FRACTIONS[-1] and (fraction / tried) ** FALL * bound > budget:
+        expected = bound * (stays + (1 - stays) * (fraction / tried) ** FALL)
+        if fraction != SPEND_FRACTIONS[-1] and expected > budget:
             continue
         reduced = candidate if fraction == 1 else spend_answers(candidate, length, fraction)
         (answers,) = measure_answers(prover, prompts, [reduced])
         confidence = compute_attempt_confidence(fraction, candidate.recipe, SKEW)
         certified = build_answer_certificate(prompts, answers, budget, confidence)
         bound, tried = certified.bound or 0.0, fraction
-        if fraction == 1:
-            floor = measure_noise(prover, prompts)
+        stays = min((noise or 0.0) / max(certified.mean or 0.0, 1e-30), 1.0)  # the noise's share, whatever is spent
         spent, quoted = None if fraction == 1 else fraction, None if prover.executor.resident else True
-        certified = replace(certified, noise=floor, spent=spent, quoted=quoted)
+        certified = replace(certified, noise=noise, spent=spent, quoted=quoted)
         entry = replace(describe_prompts(length, prompts, answers), answers=certified)
         log.info("%d tokens at %.0f%% of what layers spend: %s", length, 100 * fraction, certified)
         if find_budget_missed(entry, budget) is None:

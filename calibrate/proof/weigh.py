@@ -54,21 +54,22 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
 
     Raises ConfigError for a named budget below the noise. On a CPU the noise is not known, which the log says.
     """
-    length, budget = min(prompts), recipe.budget.value
-    noise = measure_noise(prover, prompts[length])
-    if noise is None:
-        log.info("the noise of two dense kernels is not known on a CPU: the budget of answers is taken as it is")
-        return recipe
+    budget, noise = recipe.budget.value, 0.0
+    for length in sorted({min(recipe.lengths), max(recipe.lengths)}):  # the longest prompts have the most
+        if (of_length := measure_noise(prover, prompts[length])) is None:
+            log.info("the noise of two dense kernels is not known on a CPU: the budget of answers is taken as it is")
+            return recipe
+        noise = max(noise, of_length)
+        if budget != default and budget < of_length:
+            raise ConfigError(
+                f"budget_kl {budget:g} is below the model's own noise, {of_length:.1e} nats per token between two "
+                f"dense kernels at {length} tokens: allow at least {NOISE_ROOM * of_length:.1e}"
+            )
     if budget == default and budget < NOISE_ROOM * noise:
         raised = replace(recipe.budget, value=float(f"{NOISE_ROOM * noise:.2g}"))  # as a file's name has it
         out = recipe.out.with_stem(str(raised)) if recipe.out.stem == str(recipe.budget) else recipe.out
         log.warning("two dense kernels differ by %.1e nats: the budget is %s, the profile %s", noise, raised, out)
         return replace(recipe, budget=raised, out=out)
-    if budget < noise:
-        raise ConfigError(
-            f"budget_kl {budget:g} is below the model's own noise, {noise:.1e} nats per token between two dense "
-            f"kernels at {length} tokens: allow at least {NOISE_ROOM * noise:.1e}"
-        )
     return recipe
 
 

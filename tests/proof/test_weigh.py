@@ -117,30 +117,45 @@ def test_a_budget_goes_to_layers_whose_errors_reach_no_answer(monkeypatch):
     assert [budget.constraints.worst_rows for budget in budgets] == [RECIPE.worst_rows] * 3 + [None]
 
 
-def noisy(monkeypatch, noise, budget, device=GPU, default=2e-3, name=None):
-    answer(monkeypatch, lambda source: noise, seen := [])
-    prover = SimpleNamespace(executor=pretended(None, device))
-    recipe = replace(RECIPE, budget=Budget("kl", budget), out=Path(name or f"kl-{budget:g}.safetensors"))
+def noisy(monkeypatch, by_length, budget, device=GPU, default=2e-3, name=None):
+    """The budget after two dense kernels differed by so much at each length."""
+    unit = statistics.fmean(FACTORS[: weigh.NOISE_PROMPTS])  # of which the mean is taken
+    seen, prompts = [], {1024: [], **{length: [Prompt(torch.arange(length))] * 5 for length in by_length}}
+
+    def measure(prover, prompts, sources, noise):
+        seen.append((prompts[0].length, len(prompts), sources, noise))
+        return [[answers(by_length[prompts[0].length] / unit * factor) for factor in FACTORS[: len(prompts)]]]
+
+    monkeypatch.setattr(weigh, "measure_answers", measure)
+    prover, lengths = SimpleNamespace(executor=pretended(None, device)), tuple(by_length)
+    out = Path(name or f"kl-{budget:g}.safetensors")
+    recipe = replace(RECIPE, budget=Budget("kl", budget), lengths=lengths, out=out)
     try:
-        checked = weigh.check_noise(prover, {1024: [], 512: PROMPTS}, recipe, default)
+        checked = weigh.check_noise(prover, prompts, recipe, default)
         assert checked.out == Path(name or f"{checked.budget}.safetensors")
         return checked.budget.value
     finally:
-        assert [(len(prompts), variants) for prompts, variants in seen] == [(weigh.NOISE_PROMPTS, [None])] * (
-            device == GPU
-        )
+        asked = sorted({lengths[0], lengths[-1]})[: len(seen)]
+        assert seen == [(length, weigh.NOISE_PROMPTS, [], True) for length in asked]
+        assert bool(seen) == (device == GPU)
 
 
 def test_a_budget_below_the_noise_is_refused_where_it_was_named_and_raised_where_not(monkeypatch, caplog):
-    noise = 1e-3 / statistics.fmean(FACTORS[: weigh.NOISE_PROMPTS])  # of which the mean is 1e-3
-    assert [noisy(monkeypatch, noise * times, 2e-3) for times in (0.5, 1.0, 3.0)] == pytest.approx([2e-3, 2e-3, 6e-3])
+    raised = [noisy(monkeypatch, {512: noise}, 2e-3) for noise in (0.5e-3, 1e-3, 3e-3)]
+    assert raised == pytest.approx([2e-3, 2e-3, 6e-3])
     assert "differ by 3.0e-03 nats: the budget is kl-0.006, the profile kl-0.006.safetensors" in caplog.text
-    assert noisy(monkeypatch, noise * 3.14, 2e-3, name="mine.safetensors") == 6.3e-3  # two digits, as in a file's name
-    assert noisy(monkeypatch, noise, 1.5e-3) == 1.5e-3  # named, and above it
-    with pytest.raises(ConfigError, match=r"budget_kl 0.0005 is below .* noise, 1.0e-03 .* at 512 .* at least 2.0e-03"):
-        noisy(monkeypatch, noise, 5e-4)
+    # at the longest length they differ most
+    assert noisy(monkeypatch, {512: 3e-4, 768: 9e-3, 2048: 1.6e-3}, 2e-3) == 3.2e-3
+    assert (
+        noisy(monkeypatch, {512: 3.14e-3}, 2e-3, name="mine.safetensors") == 6.3e-3
+    )  # two digits, as in a file's name
+    assert noisy(monkeypatch, {512: 1e-3}, 1.5e-3) == 1.5e-3  # named, and above it
+    for noises, length in (({512: 1e-3}, 512), ({512: 1e-4, 2048: 1e-3}, 2048)):
+        message = rf"budget_kl 0.0005 is below .* noise, 1.0e-03 .* at {length} .* at least 2.0e-03"
+        with pytest.raises(ConfigError, match=message):
+            noisy(monkeypatch, noises, 5e-4)
     with caplog.at_level(logging.INFO, "calibrate"):
-        assert noisy(monkeypatch, noise, 1e-9, CPU) == 1e-9
+        assert noisy(monkeypatch, {512: 1e-3}, 1e-9, CPU) == 1e-9
     assert "not known on a CPU" in caplog.text
 
 
