@@ -46,9 +46,8 @@ CALIBRATIONS = {
     "calibrate-qwen2.5-coder-1.5b-2e-3-h200.json": "Qwen2.5-Coder-1.5B",
     "calibrate-qwen2.5-coder-1.5b-yarn-h200.json": "Qwen2.5-Coder-1.5B (YaRN)",
     "calibrate-smollm2-kl-h200.json": "SmolLM2-135M",
-    "calibrate-demo-kl-timed-again-h200.json": "the demo model",
+    "calibrate-demo-kl-h200.json": "the demo model",
 }
-EVERY_LAYER = "bench-methods-qwen2.5-coder-1.5b-2e-3-h200.json", "Qwen2.5-Coder-1.5B"
 SERVED = {  # time to the first token: the model, its query heads times head_dim, and the weights of a layer
     "first-token-demo-h100.json": ("demo", 8 * 128, 1.05e6),
     "first-token-qwen2.5-coder-1.5b-yarn-h100.json": ("Qwen2.5-Coder-1.5B (YaRN)", 12 * 128, 46.8e6),
@@ -104,12 +103,7 @@ def crossovers() -> str:
     ]
     for name, model in CALIBRATIONS.items():
         calibration = raw(name)
-        entries = {entry["length"]: entry for entry in calibration["lengths"]}
-        # This calibration took dense attention's time from one layer, 8% too long at 32768 tokens; the bench timed all.
-        for bench in benches(*EVERY_LAYER) if model == EVERY_LAYER[1] else ():
-            entry = entries[bench.length]
-            entry["dense_prefill_seconds"] += bench.dense - entry["dense_attention_seconds"]
-        prefills = {length: _prefill(entry) for length, entry in entries.items()}
+        prefills = {entry["length"]: _prefill(entry) for entry in calibration["lengths"]}
         options = "--budget-{kind} {value:g}".format(**calibration["budget"]).replace("_", "-")
         rows.append([f"prefill of {model} with {options} (dense layers)", *(prefills.get(n, "-") for n in lengths)])
     shares: dict[str, dict[int, float]] = {}
