@@ -80,12 +80,13 @@ Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one leng
 
 
 def select_rankings(curves: Curves, segment: int, shape: Shape, lookback: int = LOOKBACK) -> dict[RankingConfig, Curve]:
-    """Return the curves that heads choose among once segment, tile shape and lookback are fixed."""
-    return {
-        ranking: curve
-        for (ranking, curve_shape), curve in curves.items()
-        if curve_shape == shape and (ranking.segment, ranking.lookback) == (segment, lookback)
-    }
+    """Return the curves that heads choose among once segment, tile shape and lookback are fixed.
+
+    A lookback that was not measured has the curves of the next shorter one: its layer errs less.
+    """
+    alike = {key[0]: curve for key, curve in curves.items() if (key[0].segment, key[1]) == (segment, shape)}
+    nearest = max((ranking.lookback for ranking in alike if ranking.lookback <= lookback), default=None)
+    return {ranking: curve for ranking, curve in alike.items() if ranking.lookback == nearest}
 
 
 def combine_curves(curves: Sequence[Curve]) -> Curve:
