@@ -84,7 +84,11 @@ def select_rankings(curves: Curves, segment: int, shape: Shape, lookback: int = 
 
     A lookback that was not measured has the curves of the next shorter one: its layer errs less.
     """
-    alike = {key[0]: curve for key, curve in curves.items() if (key[0].segment, key[1]) == (segment, shape)}
+    alike = {
+        ranking: curve
+        for (ranking, curve_shape), curve in curves.items()
+        if (ranking.segment, curve_shape) == (segment, shape)
+    }
     nearest = max((ranking.lookback for ranking in alike if ranking.lookback <= lookback), default=None)
     return {ranking: curve for ranking, curve in alike.items() if ranking.lookback == nearest}
 
