@@ -203,7 +203,8 @@ class Recipe:
             f"{format_value(recipe.select_segments(long), ', ')} at {long}" for long in recipe.lengths))
     lookbacks: tuple[int, ...] = option(
         Rule(int, allowed=LOOKBACKS, many=True),
-        "how many keys before a segment a layer may always visit", SPACE, default=(LOOKBACK,))
+        "how many keys before a segment a layer may always visit; more where its first rows err most", SPACE,
+        default=(LOOKBACK,))
     tails: tuple[bool, ...] = option(
         Rule(bool, many=True), "whether a head may, must or must not add an estimate of what it skips", SPACE,
         default=(False, True), metavar="on,off")

@@ -80,12 +80,17 @@ Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one leng
 
 
 def select_rankings(curves: Curves, segment: int, shape: Shape, lookback: int = LOOKBACK) -> dict[RankingConfig, Curve]:
-    """Return the curves that heads choose among once segment, tile shape and lookback are fixed."""
-    return {
+    """Return the curves that heads choose among once segment, tile shape and lookback are fixed.
+
+    A lookback that was not measured has the curves of the next shorter one: its layer errs less.
+    """
+    alike = {
         ranking: curve
         for (ranking, curve_shape), curve in curves.items()
-        if curve_shape == shape and (ranking.segment, ranking.lookback) == (segment, lookback)
+        if (ranking.segment, curve_shape) == (segment, shape)
     }
+    nearest = max((ranking.lookback for ranking in alike if ranking.lookback <= lookback), default=None)
+    return {ranking: curve for ranking, curve in alike.items() if ranking.lookback == nearest}
 
 
 def combine_curves(curves: Sequence[Curve]) -> Curve:

@@ -25,7 +25,7 @@ def rebudget(
 ) -> Profile:
     """Write `profile` with another budget to `out`.
 
-    Every layer keeps its segment and tile; its heads' thresholds, representatives and tails are allocated
+    Every layer keeps its segment, tile and lookback; its heads' thresholds, representatives and tails are allocated
     anew. A layer that was dense takes part if its budget grew and it is predicted to win clearly (`WINS`). Lengths
     without curves of their own, where the old proof had to tighten a layer, are left out.
 

@@ -1,8 +1,9 @@
 """The proof as a loop: prove a candidate, judge it, change it, and prove again what changed.
 
 A candidate is changed in two places, and both return a new candidate. While the adjust prompts move through the model,
-each layer is moved along one scale, its share of the error that it spends (`adjust_layer`), and is run again before the
-next layer sees it. After all layers, a length that lost needles gets half its budget (`tighten`). A layer that is then
+each layer is moved along one scale, its share of the error that it spends (`adjust_layer`), or looks further back where
+the first rows of its segments err much more than the others (`widen_layer`), and is run again before the next layer
+sees it. After all layers, a length that lost needles gets half its budget (`tighten`). A layer that is then
 slower than dense attention becomes dense (`make_slower_dense`), so no length is slower than the dense model.
 
 The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less or
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from types import MappingProxyType
 
 from calibrate.proof.bounds import SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound
@@ -27,8 +29,10 @@ from calibrate.proof.state import Candidate, Problem, ProblemKind, select_length
 from calibrate.proof.verify import EIGHTH_OVER_LIMIT, LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import CalibrationDense
+from s2o_runtime.config import LOOKBACKS
 
 RETRIES = 2  # attempts after the first one, when every layer kept its limit but a whole length did not hold
+FIRST_ROWS = 3.0  # times its mean error that the first row of each of a layer's segments may have
 TIGHTENINGS = 4  # of one layer at one length over its limit; the last one makes the layer dense
 TARGET_SHARE_OF_LIMIT = 0.95  # where the bound of a layer's mean error is to come out
 MIN_SHARE_OF_LIMIT = 0.01  # a layer counts with at least so much error, or a tiny one would be multiplied without end
@@ -58,9 +62,7 @@ def prove_and_adjust(
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out.
     """
-    lengths, adjust = frozenset(prompts), tighten_layer
-    if candidate.recipe.budget.kind != "kl":  # else layers spend what was measured on answers, all together
-        adjust = partial(adjust_layer, texts=texts or {})
+    lengths, adjust = frozenset(prompts), partial(adjust_layer, texts=texts or {})
     for attempt in range(RETRIES + 1):
         with prover.show_progress("proving on held-out prompts", len(lengths)) as shown:
             attempted = {length: prompts[length] for length in prompts if length in lengths}
@@ -98,6 +100,22 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     )
 
 
+def widen_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
+    """Let a layer at one length always visit more keys before a segment if the first rows of segments err too much.
+
+    Their neighbours stand in no window. layer: its row in the profile. proof: its measurements.
+
+    Returns:
+        The candidate to prove instead, or None if this one is accepted.
+    """
+    config, budget = candidate.layer_config(layer, length), candidate.recipe.budget
+    further = next((keys for keys in LOOKBACKS if keys > config.lookback), None)
+    first = next(starmap(budget.error, proof.places), 0.0)
+    if config.is_dense or further is None or not first > FIRST_ROWS * proof.error(budget):
+        return None
+    return candidate.with_lookback(layer, length, further)
+
+
 def adjust_layer(
     candidate: Candidate, length: int, layer: int, proof: LayerProof, texts: Mapping[int, int] = MappingProxyType({})
 ) -> Candidate | None:
@@ -109,10 +127,12 @@ def adjust_layer(
         The candidate to prove instead; None if the layer spends about as much as it may, or nothing is to be
         changed: it is dense, was over its limit before, or is at a length without curves.
     """
-    if tightened := tighten_layer(candidate, length, layer, proof):
-        return tightened
+    if changed := tighten_layer(candidate, length, layer, proof) or widen_layer(candidate, length, layer, proof):
+        return changed
     key, recipe, config = (length, layer), candidate.recipe, candidate.layer_config(layer, length)
     if length not in candidate.chosen or config.is_dense or key in candidate.tightened:
+        return None
+    if recipe.budget.kind == "kl":  # layers spend what was measured on answers, all together
         return None
     groups = texts.get(length, recipe.num_certify)
     times = compute_allowed_growth(proof, candidate.limits[key], recipe, candidate.geometry.layers, groups)

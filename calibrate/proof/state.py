@@ -173,6 +173,16 @@ class Candidate:
             chosen[length] = replace(chosen[length], choices=choices)
         return replace(self, chosen=chosen, overrides=overrides)
 
+    def with_lookback(self, layer: int, length: int, lookback: int) -> Candidate:
+        """Return the candidate in which a layer at one length always visits so many keys before a segment."""
+        if length not in self.chosen:
+            config = replace(self.layer_config(layer, length), lookback=lookback)
+            return replace(self, overrides={**self.overrides, (length, layer): config})
+        choices = list(self.chosen[length].choices)
+        point = choices[layer].point._replace(lookback=lookback)
+        choices[layer] = replace(choices[layer], point=point, timing=None)
+        return replace(self, chosen={**self.chosen, length: replace(self.chosen[length], choices=choices)})
+
     def build_profile(self) -> Profile:
         """Return the profile of this candidate, without a record.
 

@@ -89,7 +89,7 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
     for bucket, index in product(range(2), range(6)):
         measured, before = curves[LENGTHS[bucket]][index], old.layers[bucket][index]
         config, stored = done.layers[bucket][index], load_profile(out).layers[bucket][index]
-        point = SearchPoint(before.segment, before.tile)
+        point = SearchPoint(before.segment, before.tile, before.lookback)
         assert SearchPoint(config.segment, config.tile, config.lookback) == point
         lax, strict = (LayerBudget.from_recipe(measured, one) for one in (after, recipe))
         spent = build_plan(point, measured, lax).dense_if_no_gain()

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from calibrate.proof.adjust import (
+    FIRST_ROWS,
     MAX_ADJUSTMENTS,
     MAX_STEP,
     MIN_TEXTS_FOR_BOUND,
@@ -26,10 +27,12 @@ from calibrate.proof.adjust import (
     remeasure,
     tighten,
     tighten_layer,
+    widen_layer,
 )
 from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_confidence, estimate_mean_bound
 from calibrate.proof.state import Problem, ProblemKind
 from calibrate.proof.verify import LengthProof
+from calibrate.recipe import Budget
 from calibrate.search.choice import CalibrationDense
 from support.candidates import CHECKS, LENGTHS, LIMITS, PROMPTS, candidate, error_of, proof_of, with_proofs
 
@@ -89,6 +92,24 @@ def test_any_sequence_of_errors_ends_within_its_tries(length, layer, measured):
     profile = current.build_profile()
     assert profile.lengths == (tuple(EVERY) if over and length in CHECKS else LENGTHS)
     assert all(profile.layer_config(place[1], place[0]) == config for place, config in current.configs.items())
+
+
+@pytest.mark.parametrize("kind", ["mse", "kl"])
+@pytest.mark.parametrize("length", [512, 768])
+def test_a_layer_whose_first_rows_err_most_looks_further_back_until_they_do_not(length, kind):
+    """Heads stay as they are, at a length without curves too, and nothing is beyond the longest."""
+    current = replace(BEGUN, recipe=replace(BEGUN.recipe, budget=Budget(kind, 1e-4)))
+    before, error = current.layer_config(1, length), 0.9 * current.limits[length, 1]
+    proof = proof_of(error)
+    fine, bad = (replace(proof, places=((times * error, 1.0), (error, 1.0))) for times in (FIRST_ROWS, 3.1))
+    assert widen_layer(current, length, 1, proof) is widen_layer(current, length, 1, fine) is None
+    widened = adjust_layer(current, length, 1, bad)
+    assert widened.layer_config(1, length) == replace(before, lookback=256)
+    changed = {place for place in BEGUN.configs if widened.configs[place] != current.configs[place]}
+    assert changed <= {(length, 1), (768, 1)}
+    assert widened.build_profile().layer_config(1, length) == replace(before, lookback=256)
+    assert widen_layer(widened, length, 1, bad) is None
+    assert widen_layer(current.with_share(1, length, 0.0), length, 1, bad) is None
 
 
 @pytest.mark.parametrize(("error", "said"), [(2e-4, "2.00e-04"), (math.nan, "nan")], ids=["over", "nan"])
