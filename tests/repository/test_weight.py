@@ -17,14 +17,14 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1830, 9.9),
+    "calibrate": (1831, 9.9),
     "calibrate/commands": (643, 8.8),
-    "calibrate/curves": (650, 12.2),
+    "calibrate/curves": (652, 12.2),
     "calibrate/evaluation": (937, 10.9),
     "calibrate/model": (1504, 9.8),
     "calibrate/profiles": (361, 9.9),
     "calibrate/prompts": (976, 11.8),
-    "calibrate/proof": (1867, 10.9),
+    "calibrate/proof": (1887, 11.0),
     "calibrate/report": (1370, 10.3),
     "calibrate/search": (872, 10.6),
     "calibrate/work": (481, 9.7),
@@ -43,11 +43,11 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/bench": (1464, 11.5),
     "scripts/bench/baselines": (1029, 12.5),
     "scripts/demo_model": (357, 10.5),
-    "scripts/docs": (745, 10.4),
+    "scripts/docs": (740, 10.3),
     "scripts/study": (115, 13.1),
-    "tests": (17643, 12.4),
+    "tests": (17676, 12.4),
     "tests/support": (1850, 12.1),
-    UNALLOCATED: (104, 0.0),
+    UNALLOCATED: (53, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
