@@ -112,7 +112,7 @@ SPARSE, SHORT, FALL = 0.66, 8192, 0.45  # S2O's time over dense attention's at s
 ATTEMPTS = 1.25  # how often a layer is certified, with those whose bound is over its limit at first
 LOOKS = 1.2  # how often answers are certified, with the looks at less
 TURNS, REVISED = 2, 6  # times that all questions run behind a prompt's cache: of a variant, and of the dense model
-QUESTIONS, QUESTION, ROOM = 16, 70, 112  # the most questions; tokens of one, and of a prompt's part that has one
+QUESTIONS, QUESTION, ROOM = 16, 70, 112  # the most; tokens of one with its answer, and of the part that has one
 TURN = 0.002  # seconds of a layer for all questions on a GPU, besides their products: calls, and copies of the cache
 ANSWERED = 5  # prompts of a length that a scale is measured on, and questions are asked about in s2o-profile verify
 WEIGHED, WEIGHED_FORWARDS = 4, 5  # prompts that sensitivities are measured on, and forward passes that one takes
@@ -205,9 +205,9 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     read = 0.0 if sizes.resident else weights
 
     def time_answers(length: int, prompts: int, dense: float, variants: float) -> float:
-        tokens = count_question_tokens(length)
-        turn = layers * (on_gpu * TURN + 2 * tokens / length * time_attention(length))
-        turn += 2 * sizes.of_token * tokens / rates.flops
+        share = QUESTION * max(1, min(QUESTIONS, length // ROOM)) / length
+        # each of their rows sees all of the prompt, where one of the prompt's sees half of it
+        turn = layers * on_gpu * TURN + share * (time_forward(length) + layers * time_attention(length))
         answering = dense * (time_forward(length) + REVISED * turn)
         return read + prompts * (answering + variants * (time_patched(length) + TURNS * turn))
 
@@ -231,7 +231,6 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         return layers * TIMED_LAYER + time_patched(length) + TIMED_LAYERS * (attention + once)
 
     of_answers = recipe.budget.kind == "kl"
-    asked = min(ANSWERED, recipe.held_out)
     answered = recipe.lengths if of_answers and sizes.resident else ()  # the dense model has read these prompts
 
     def time_proof(often: float, prompts: int = recipe.held_out, dense: bool = True) -> float:
@@ -248,7 +247,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         certifying = certify(LOOKS)
         noise = on_gpu * sum(time_answers(at, 2, 1, 1) for at in {min(recipe.lengths), max(recipe.lengths)})
         weighing = 2 * read + on_gpu * COMPILING / 2 + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
-        weighing += sum(time_answers(length, asked, 1, 2) for length in recipe.lengths)
+        weighing += sum(time_answers(length, ANSWERED, 1, 2) for length in recipe.lengths)
         scaling = sum(time_answers(length, recipe.held_out, 0.5, 1) for length in recipe.lengths)
     else:
         # random weights find no needle
@@ -269,15 +268,10 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     proof = {"proving": (timing + time_proof(PROOFS[of_answers])) / shared}
     certificate = {"certifying": certifying / shared if recipe.num_certify else 0.0}
     seconds |= certificate | proof if of_answers else proof | certificate  # in the order of the run
-    answers = sum(time_answers(length, asked + on_gpu, 1, 1) for length in proven)
+    answers = sum(time_answers(length, min(ANSWERED, recipe.held_out) + on_gpu, 1, 1) for length in proven)
     verifying = seconds | {"proving": time_proof(1) + answers, "certifying": certify(1)}
     memory = _estimate_memory(recipe, sizes, geometry)
     return Estimate({name: value for name, value in seconds.items() if value}, memory, verifying)
-
-
-def count_question_tokens(length: int) -> int:
-    """Count the tokens of all questions about a prompt with their answers (`prompts.questions`)."""
-    return QUESTION * max(1, min(QUESTIONS, length // ROOM))
 
 
 def scale_rates(device: DeviceIdentity) -> Rates:

@@ -75,8 +75,7 @@ def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
     with prover.show_progress("certifying", len(candidate.lengths)) as shown:
         for length in candidate.lengths:  # one after another: the hidden states of all prompts are in memory
             length_prompts = prompts.get(length, ())
-            groups = TextGroups.from_prompts(length_prompts)
-            if problem := check_groups(length, len(groups)):
+            if problem := check_groups(length, len(groups := TextGroups.from_prompts(length_prompts))):
                 problems.append(problem)
                 continue
             means = MeanCertifier(candidate, length, groups)
@@ -159,11 +158,6 @@ class MeanCertifier:
 
     def _reduce(self, candidate: Candidate, layer: int, share: float) -> Candidate:
         return candidate.with_share(layer, self._length, share, CalibrationDense.OVER_BOUND)
-
-
-def count_groups(prompts: Prompts) -> dict[int, int]:
-    """Return how many groups of text the prompts of each length are."""
-    return {length: len(TextGroups.from_prompts(length_prompts)) for length, length_prompts in prompts.items()}
 
 
 def check_groups(length: int, groups: int) -> Problem | None:

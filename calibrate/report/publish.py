@@ -33,25 +33,28 @@ def check_publishable(name: str, root: Path, flag: str = "--out-dir") -> str:
     return hub_id
 
 
-def rename_model(profile: Profile, name: str) -> Profile:
-    """Return a profile that calls its model by another name, such as a hub id where it was calibrated from a folder."""
-    recipe = {**profile.record.get("recipe", {}), "model": name}  # which may have been a path on somebody's disk
-    return replace(profile, model_name=name, record={**profile.record, "recipe": recipe})
-
-
-def file_profile(profile: Profile, root: Path, folder: str | None = None, data: bytes = b"") -> Path:
-    """Write a profile to where `s2o-calibrate` would write it below a folder, and return its file.
+def file_profile(profile: Profile, root: Path, name: str | None, folder: str, data: bytes) -> tuple[Path, Profile]:
+    """Write a profile to where `s2o-calibrate` would write it below a folder.
 
     Args:
         profile: what is written.
         root: a folder, such as a catalogue.
-        folder: the folder of the model in `root`; None for one by the model's name.
-        data: what its file holds, if it is to be the same to the byte.
+        name: what its model is called there, such as a hub id where it was calibrated from a folder; None for the name
+            that it has.
+        folder: the folder of the model in `root`; empty for one by the model's name.
+        data: the bytes of its file, which it keeps if it keeps its name; none to write them anew.
+
+    Returns:
+        The file that was written, and the profile in it.
 
     Raises:
         InputError: the profile has no budget in its record.
         ConfigError: the file or the card beside it cannot be written, or there is a page that S2O did not write.
     """
+    if name:
+        recipe = profile.record.get("recipe", {}) | {"model": name}  # which may have been a path on somebody's disk
+        profile = replace(profile, model_name=name, record={**profile.record, "recipe": recipe})
+        data = b""
     kind, value, *_ = read_budget(profile.record)
     if kind is None or value is None:
         raise InputError(
@@ -62,7 +65,7 @@ def file_profile(profile: Profile, root: Path, folder: str | None = None, data: 
     check_output("beside the profile,", copy.with_suffix(".md"))
     copy.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(copy, data or serialize(profile))
-    return copy
+    return copy, profile
 
 
 def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[str]) -> list[Path]:
@@ -87,9 +90,9 @@ def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[st
             raise InputError(
                 f"{path} is of another model ({mismatch} of {profile_path}): give a folder for this model alone"
             )
-    profile = rename_model(profile, name)
-    copy = file_profile(profile, root, IN_MODEL)
-    card, readme = copy.with_suffix(".md"), root / "README.md"
+    copy, profile = file_profile(profile, root, name, IN_MODEL, b"")
+    card = copy.with_suffix(".md")
+    readme = root / "README.md"
     listed[copy] = profile
     write_atomically(card, render_card(profile, copy.name, tasks=tasks).encode())
     write_atomically(readme, render_readme(name, root, listed).encode())

@@ -20,7 +20,7 @@ from calibrate.evaluation.report import list_ruler
 from calibrate.record import Record, read_record
 from calibrate.report.contents import summarise_profile
 from calibrate.report.page import render_card
-from calibrate.report.publish import file_profile, rename_model
+from calibrate.report.publish import file_profile
 from calibrate.report.sections import format_range, format_speedup
 from calibrate.tables import Markup, Table, escape_markdown, format_markdown
 from s2o_runtime.command_line import OK, get_exit_code, report_failure
@@ -55,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.profile is not None:
             profile, data = load_profile(arguments.profile), arguments.profile.read_bytes()
-            if arguments.name is not None:
-                profile, data = rename_model(profile, arguments.name), b""
-            print(f"wrote {file_profile(profile, arguments.folder, data=data)}")
+            print("wrote", file_profile(profile, arguments.folder, arguments.name, "", data)[0])
         for path, text in overviews(arguments.folder).items():
             write_atomically(path, text.encode())
     except S2OError as error:

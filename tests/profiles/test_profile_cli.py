@@ -211,8 +211,7 @@ def test_verify_makes_the_proof_again(calibrated, run):
 
 def test_a_folder_to_publish_has_all_profiles_of_a_model_under_its_name(run, tmp_path, monkeypatch):
     """And is found when its s2o/ is copied beside the model's weights. Each file is read once."""
-    read = Mock(side_effect=Path.read_bytes)
-    monkeypatch.setattr("s2o_runtime.profile.file._read_file", read)
+    monkeypatch.setattr("s2o_runtime.profile.file._read_file", read := Mock(side_effect=Path.read_bytes))
     for kind in ("mse", "rel_mse"):
         record = {"budget": {"kind": kind, "value": 1e-3}, "recipe": {"model": "/home/me/model"}}
         profile = dataclasses.replace(minimal(), record=record, fingerprint=f"{'0' * 64}{CONFIG}{{}}")

@@ -352,8 +352,8 @@ def test_the_page_opens_with_what_is_gained_and_lost(summary, files, caplog):
     for name, table in (("md", "| length |"), ("html", "<table")):
         page = files[f"rel-mse-0.001.report.{name}"].read_text()
         assert page.index("Adjusted and checked on") < page.index("What is gained, and") < page.index(table)
-    with caplog.at_level("INFO"):  # as --verbose logs: matplotlib suspects strings of numbers
-        gain, layers, places = drawn(figures.draw_summary, summary)
+    caplog.set_level("INFO")  # as --verbose: matplotlib says so of names that are numbers
+    gain, layers, places = drawn(figures.draw_summary, summary)
     assert not caplog.records
     assert [tick.get_text() for tick in gain.get_xticklabels()] == [str(row["length"]) for row in summary["lengths"]]
     attention = [row["dense_attention_seconds"] / row["attention_seconds"] for row in summary["lengths"]]
