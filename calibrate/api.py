@@ -162,10 +162,12 @@ def _count_prompts(recipe: Recipe) -> str:
     Raises InputError if a prompt file is bad, or they are too few for the run.
     """
     from calibrate.model.models import find_shipped_config, load_config, load_tokenizer
-    from calibrate.pipeline import check_certifiable
+    from calibrate.pipeline import check_certifiable, count_groups
     from calibrate.prompts.documents import FOUND, read_documents
     from calibrate.prompts.prompts import load_prompts
 
+    # the most groups that there can be, each prompt of a text of its own
+    check_certifiable(recipe, dict.fromkeys(recipe.all_lengths, recipe.num_certify))
     others = recipe.held_out + recipe.num_certify
     needed = {length: others + recipe.num_prompts * (length in recipe.lengths) for length in recipe.all_lengths}
     is_alias = find_shipped_config(recipe.model)
@@ -183,7 +185,7 @@ def _count_prompts(recipe: Recipe) -> str:
     counts = {length: sum(len(lengths.get(length, ())) for lengths in sets) for length in needed} if sets else needed
     text = ", ".join(f"{counts[length]} of {needed[length]} needed at {length}" for length in sorted(needed))
     if sets:
-        check_certifiable(recipe, sets[-1], text)
+        check_certifiable(recipe, count_groups(sets[-1]), f"prompts: {text}; ")
     return text
 
 

@@ -8,7 +8,7 @@ is certified first: its proof only takes from layers, and what is proven is meas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,13 +29,12 @@ from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
 from calibrate.model.self_test import SEGMENTS, choose_test_config, run_self_test
 from calibrate.progress import PhaseClock, show_progress
-from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import make_slower_dense, prove_and_adjust, remeasure
 from calibrate.proof.certify import TextGroups, certify, check_groups
 from calibrate.proof.certify_answers import certify_answers
 from calibrate.proof.state import Candidate, make_record
-from calibrate.proof.verify import Prover
+from calibrate.proof.verify import Prompts, Prover
 from calibrate.proof.weigh import check_noise, make_answer_budgets, scale_to_answers
 from calibrate.recipe import DEFAULT_BUDGET, Recipe
 from calibrate.search.choice import LayerBudget, LayerPlan, make_constraints
@@ -97,7 +96,7 @@ def calibrate(
             tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
             prompts = load_prompts(recipe, tokenizer)
             open_storage(recipe.storage)
-            check_certifiable(recipe, prompts.certify)
+            check_certifiable(recipe, texts := count_groups(prompts.certify))
         # A disk that takes no folder is found before the weights are loaded.
         recipe.out.parent.mkdir(parents=True, exist_ok=True)
         executor: Executor
@@ -162,7 +161,6 @@ def calibrate(
                     candidate = certify_answers(prover, prompts.certify, candidate)
         missed = candidate.problems
         with clock.time_phase("proving"):
-            texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
             proven = prove_and_adjust(prover, held_out, candidate, texts)
         if proven.met:
             # The record is of what is written, so whatever changes after the proof is measured again.
@@ -239,13 +237,20 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
     return [partial(try_call, call) for call in calls]
 
 
-def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], counts: str = "") -> None:
-    """Raise InputError, which may give their `counts`, if prompts are too few for the certificate that is asked for."""
+def count_groups(prompts: Prompts) -> dict[int, int]:
+    """Return how many groups of text the prompts of each length are."""
+    return {length: len(TextGroups.from_prompts(length_prompts)) for length, length_prompts in prompts.items()}
+
+
+def check_certifiable(recipe: Recipe, texts: Mapping[int, int], counts: str = "") -> None:
+    """Raise InputError if texts are too few for the certificate that is asked for.
+
+    texts: by length, how many groups of text certify it, or at most do. counts: the beginning of the error's sentence.
+    """
     if recipe.num_certify and not recipe.allow_regression:
         for length in recipe.all_lengths:
-            if problem := check_groups(length, certify.get(length, ())):
-                before = f"prompts: {counts}; " if counts else ""
-                raise InputError(f"{before}{problem}: {problem.kind.value}, or say --allow-regression")
+            if problem := check_groups(length, texts.get(length, 0)):
+                raise InputError(f"{counts}{problem}: {problem.kind.value}, or say --allow-regression")
 
 
 def _with_crossovers(

@@ -110,10 +110,11 @@ TRIED = 0.4  # of the trials that a recipe allows: fewer points are promising
 PROOFS = 1.8, 1.1  # how often a layer is proven, with those that are revised: to spend a budget of errors, of answers
 SPARSE, SHORT, FALL = 0.66, 8192, 0.45  # S2O's time over dense attention's at so many tokens, and how it falls on
 ATTEMPTS = 1.25  # how often a layer is certified, with those whose bound is over its limit at first
-LOOKS = 1.5  # how often answers are certified, with the looks at less
-TURNS, REVISED = 3, 8  # passes of questions behind a prompt's cache: of a variant, and of the dense model
-TURN, TURN_TOKENS = 0.05, 240  # seconds of such a pass on a GPU, and its tokens
-ANSWERED = 5  # prompts of a length that a scale is measured on
+LOOKS = 1.2  # how often answers are certified, with the looks at less
+TURNS, REVISED = 2, 6  # times that all questions run behind a prompt's cache: of a variant, and of the dense model
+QUESTIONS, QUESTION, ROOM = 16, 70, 112  # the most; tokens of one with its answer, and of the part that has one
+TURN = 0.002  # seconds of a layer for all questions on a GPU, besides their products: calls, and copies of the cache
+ANSWERED = 5  # prompts of a length that a scale is measured on, and questions are asked about in s2o-profile verify
 WEIGHED, WEIGHED_FORWARDS = 4, 5  # prompts that sensitivities are measured on, and forward passes that one takes
 SCRATCH = 3  # rows of an MLP that are in memory at a time: its two factors and their product
 
@@ -204,7 +205,9 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     read = 0.0 if sizes.resident else weights
 
     def time_answers(length: int, prompts: int, dense: float, variants: float) -> float:
-        turn = on_gpu * TURN + time_forward(TURN_TOKENS) + layers * time_attention(length) * 2 * TURN_TOKENS / length
+        share = QUESTION * max(1, min(QUESTIONS, length // ROOM)) / length
+        # each of their rows sees all of the prompt, where one of the prompt's sees half of it
+        turn = layers * on_gpu * TURN + share * (time_forward(length) + layers * time_attention(length))
         answering = dense * (time_forward(length) + REVISED * turn)
         return read + prompts * (answering + variants * (time_patched(length) + TURNS * turn))
 
@@ -265,7 +268,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     proof = {"proving": (timing + time_proof(PROOFS[of_answers])) / shared}
     certificate = {"certifying": certifying / shared if recipe.num_certify else 0.0}
     seconds |= certificate | proof if of_answers else proof | certificate  # in the order of the run
-    answers = sum(time_answers(length, ANSWERED + on_gpu, 1, 1) for length in proven)
+    answers = sum(time_answers(length, min(ANSWERED, recipe.held_out) + on_gpu, 1, 1) for length in proven)
     verifying = seconds | {"proving": time_proof(1) + answers, "certifying": certify(1)}
     memory = _estimate_memory(recipe, sizes, geometry)
     return Estimate({name: value for name, value in seconds.items() if value}, memory, verifying)

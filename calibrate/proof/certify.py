@@ -75,10 +75,10 @@ def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
     with prover.show_progress("certifying", len(candidate.lengths)) as shown:
         for length in candidate.lengths:  # one after another: the hidden states of all prompts are in memory
             length_prompts = prompts.get(length, ())
-            if problem := check_groups(length, length_prompts):
+            if problem := check_groups(length, len(groups := TextGroups.from_prompts(length_prompts))):
                 problems.append(problem)
                 continue
-            means = MeanCertifier(candidate, length, TextGroups.from_prompts(length_prompts))
+            means = MeanCertifier(candidate, length, groups)
             needles = proven.proofs[length].needles
             compared = needles is None or needles[1] > 0  # else the dense model finds too few for any claim
             _, proofs = shown.prove(
@@ -160,9 +160,9 @@ class MeanCertifier:
         return candidate.with_share(layer, self._length, share, CalibrationDense.OVER_BOUND)
 
 
-def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
+def check_groups(length: int, groups: int) -> Problem | None:
     """Return the problem of certify prompts of too few groups of text to state anything; None if they are enough."""
-    if (groups := len(TextGroups.from_prompts(prompts))) >= MIN_GROUPS:
+    if groups >= MIN_GROUPS:
         return None
     text = (
         f"at {length} tokens not proven: {pluralize(groups, 'group')} of text to certify on allow no statement, "

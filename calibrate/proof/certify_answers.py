@@ -52,7 +52,7 @@ def certify_answers(prover: Prover, prompts: Prompts, candidate: Candidate) -> C
     certificates, problems = dict[int, CertifiedLength](), list[Problem | None]()
     for length in candidate.lengths:
         length_prompts = prompts.get(length, ())
-        if problem := check_groups(length, length_prompts):
+        if problem := check_groups(length, len(TextGroups.from_prompts(length_prompts))):
             problems.append(problem)
             continue
         candidate, certificates[length] = _certify_length(prover, length_prompts, candidate)

@@ -14,7 +14,7 @@ from calibrate.report.page import render_card, render_readme
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.files import IN_MODEL, write_atomically
 from s2o_runtime.identity import explain_mismatch
-from s2o_runtime.profile import load_profile
+from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.file import serialize
 from s2o_runtime.profile.record import read_budget
 
@@ -33,37 +33,39 @@ def check_publishable(name: str, root: Path, flag: str = "--out-dir") -> str:
     return hub_id
 
 
-def file_profile(profile_path: Path, root: Path, name: str | None = None, folder: str | None = None) -> Path:
-    """Copy a profile to where `s2o-calibrate` would write it below a folder.
+def file_profile(profile: Profile, root: Path, name: str | None, folder: str, data: bytes) -> tuple[Path, Profile]:
+    """Write a profile to where `s2o-calibrate` would write it below a folder.
 
     Args:
-        profile_path: the file of a profile.
+        profile: what is written.
         root: a folder, such as a catalogue.
-        name: what its model is called in the copy, such as a hub id where it was calibrated from a folder; None for
-            the name that it has.
-        folder: the folder of the model in `root`; None for one by the model's name.
+        name: what its model is called there, such as a hub id where it was calibrated from a folder; None for the name
+            that it has.
+        folder: the folder of the model in `root`; empty for one by the model's name.
+        data: the bytes of its file, which it keeps if it keeps its name; none to write them anew.
+
+    Returns:
+        The file that was written, and the profile in it.
 
     Raises:
-        ProfileError: the file is no profile.
         InputError: the profile has no budget in its record.
-        ConfigError: the copy or the card beside it cannot be written, or there is a page that S2O did not write.
+        ConfigError: the file or the card beside it cannot be written, or there is a page that S2O did not write.
     """
-    profile, data = load_profile(profile_path), profile_path.read_bytes()
-    if name is not None:
-        recipe = {**profile.record.get("recipe", {}), "model": name}  # which may have been a path on somebody's disk
+    if name:
+        recipe = profile.record.get("recipe", {}) | {"model": name}  # which may have been a path on somebody's disk
         profile = replace(profile, model_name=name, record={**profile.record, "recipe": recipe})
-        data = serialize(profile.validate())
+        data = b""
     kind, value, *_ = read_budget(profile.record)
     if kind is None or value is None:
         raise InputError(
-            f"{profile_path} does not say what its budget is, which its file in a catalogue is named by: "
-            "calibrate it again"
+            f"the profile of {profile.model_name} does not say what its budget is, which its file in a catalogue is "
+            "named by: calibrate it again"
         )
     copy = place_profile(folder or profile.model_name, profile.device.name, Budget(kind, value), root)
     check_output("beside the profile,", copy.with_suffix(".md"))
     copy.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(copy, data)
-    return copy
+    write_atomically(copy, data or serialize(profile))
+    return copy, profile
 
 
 def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[str]) -> list[Path]:
@@ -77,8 +79,8 @@ def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[st
         root: the folder.
         tasks: sentences on what an evaluation of the profile found, for its card.
 
-    Raises what `check_publishable` and `file_profile` do, ProfileError if the profile is of random weights or a file
-    among the folder's is none, and InputError if one is of another model; nothing is written then.
+    Raises what `check_publishable` and `file_profile` do, ProfileError if the file is no profile, or one of random
+    weights, or a file among the folder's is none, and InputError if one is of another model; nothing is written then.
     """
     profile = load_profile(profile_path).check_trained()
     name = check_publishable(name or profile.model_name, root)
@@ -88,9 +90,10 @@ def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[st
             raise InputError(
                 f"{path} is of another model ({mismatch} of {profile_path}): give a folder for this model alone"
             )
-    copy = file_profile(profile_path, root, name, IN_MODEL)
-    card, readme = copy.with_suffix(".md"), root / "README.md"
-    listed[copy] = load_profile(copy)
-    write_atomically(card, render_card(listed[copy], copy.name, tasks=tasks).encode())
+    copy, profile = file_profile(profile, root, name, IN_MODEL, b"")
+    card = copy.with_suffix(".md")
+    readme = root / "README.md"
+    listed[copy] = profile
+    write_atomically(card, render_card(profile, copy.name, tasks=tasks).encode())
     write_atomically(readme, render_readme(name, root, listed).encode())
     return [copy, card, readme]

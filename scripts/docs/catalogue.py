@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.profile is not None:
-            print(f"wrote {file_profile(arguments.profile, arguments.folder, arguments.name)}")
+            profile, data = load_profile(arguments.profile), arguments.profile.read_bytes()
+            print("wrote", file_profile(profile, arguments.folder, arguments.name, "", data)[0])
         for path, text in overviews(arguments.folder).items():
             write_atomically(path, text.encode())
     except S2OError as error:

@@ -291,6 +291,7 @@ BAD_INPUT = [
     ("--storage", "nosql://user:secret@host/x", "--storage is no URL of a database that is known here"),
     ("--out", "pipe", "--out pipe is a pipe, a socket or a device, and no regular file: give another file name"),
     ("--journal", ".", "--journal . is a folder"),
+    ("--num-certify", "2", "at 512 tokens not proven: 2 groups of text to certify on allow no statement, 3 are the"),
     ("--device", "tpu", "device 'tpu' is not known"),
     ("--yaml", None, "--yaml prints what --dry-run would run: give both"),
     ("--name", "org/model", "--name is what --publish calls the model: give both"),

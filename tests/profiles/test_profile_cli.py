@@ -209,8 +209,9 @@ def test_verify_makes_the_proof_again(calibrated, run):
     assert (answers["second_turn"] < 0.1, answers["noise"]) == (True, None)
 
 
-def test_a_folder_to_publish_has_all_profiles_of_a_model_under_its_name(run, tmp_path):
-    """And is found when its s2o/ is copied beside the model's weights."""
+def test_a_folder_to_publish_has_all_profiles_of_a_model_under_its_name(run, tmp_path, monkeypatch):
+    """And is found when its s2o/ is copied beside the model's weights. Each file is read once."""
+    monkeypatch.setattr("s2o_runtime.profile.file._read_file", read := Mock(side_effect=Path.read_bytes))
     for kind in ("mse", "rel_mse"):
         record = {"budget": {"kind": kind, "value": 1e-3}, "recipe": {"model": "/home/me/model"}}
         profile = dataclasses.replace(minimal(), record=record, fingerprint=f"{'0' * 64}{CONFIG}{{}}")
@@ -218,6 +219,7 @@ def test_a_folder_to_publish_has_all_profiles_of_a_model_under_its_name(run, tmp
         flags = ["--name", "org/model", "--out-dir", tmp_path / "to"]
         _, written = run("publish", tmp_path / "p.safetensors", *flags, "--json")
         assert len(written["files"]) == 3
+    assert [path.stem for (path,), _ in read.call_args_list] == ["p", "p", "mse-0.001"]
     found = [candidate for candidate in find_profiles(tmp_path / "to") if tmp_path in candidate.path.parents]
     assert sorted(one.path.stem for one in found) == ["mse-0.001", "rel-mse-0.001"]
     assert {(one.profile.model_name, one.profile.record["recipe"]["model"]) for one in found} == {("org/model",) * 2}

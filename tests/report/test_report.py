@@ -348,11 +348,14 @@ def test_the_frontier_shows_curves_chosen_points_and_the_budget(summary):
         assert all(low < error < high for _, error in points)
 
 
-def test_the_page_opens_with_what_is_gained_and_lost(summary, files):
+def test_the_page_opens_with_what_is_gained_and_lost(summary, files, caplog):
     for name, table in (("md", "| length |"), ("html", "<table")):
         page = files[f"rel-mse-0.001.report.{name}"].read_text()
         assert page.index("Adjusted and checked on") < page.index("What is gained, and") < page.index(table)
+    caplog.set_level("INFO")  # as --verbose: matplotlib says so of names that are numbers
     gain, layers, places = drawn(figures.draw_summary, summary)
+    assert not caplog.records
+    assert [tick.get_text() for tick in gain.get_xticklabels()] == [str(row["length"]) for row in summary["lengths"]]
     attention = [row["dense_attention_seconds"] / row["attention_seconds"] for row in summary["lengths"]]
     assert [bar.get_height() for bar in gain.patches] == pytest.approx([*attention, 2.0, 2.0, 2.0])
     *lines, limit = [list(line.get_ydata()) for line in layers.lines]
