@@ -104,8 +104,8 @@ def show_status(status: Callable[[], str]) -> Iterator[None]:
 class ProgressLines:
     """Progress as lines of a log: one for each tenth of the steps, and one whenever nothing was said for a while.
 
-    A step is one `unit`; `total` is None if it is unknown how many there will be. With `part` the phase goes on after it:
-    only silence is broken, and the plan says what is left until the end.
+    A step is one `unit`; `total` is None if it is unknown how many there will be. With `part` the phase goes on behind
+    it: only silence is broken, and the plan says what is left until the end.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class ProgressLines:
                 fields["seconds_left"] = round(left, 1)
                 line += f"{format_duration(left)} left"
         if (run_left := _run.get().estimate_left(None if self._part else left)) is not None:
+            run_left = max(run_left, left or 0.0)
             line += f", {format_duration(run_left)} until the end"
             fields["run_seconds_left"] = round(run_left, 1)
         if status := _status.get()():
