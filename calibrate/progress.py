@@ -104,13 +104,19 @@ def show_status(status: Callable[[], str]) -> Iterator[None]:
 class ProgressLines:
     """Progress as lines of a log: one for each tenth of the steps, and one whenever nothing was said for a while.
 
-    A step is one `unit`; `total` is None if it is unknown how many there will be.
+    A step is one `unit`; `total` is None if it is unknown how many there will be. With `part` the phase goes on behind
+    it: only silence is broken, and the plan says what is left until the end.
     """
 
     def __init__(
-        self, description: str, total: int | None, unit: str, clock: Callable[[], float] = time.monotonic
+        self,
+        description: str,
+        total: int | None,
+        unit: str,
+        clock: Callable[[], float] = time.monotonic,
+        part: bool = False,
     ) -> None:
-        self._description, self._total, self._unit, self._clock = description, total, unit, clock
+        self._description, self._total, self._unit, self._clock, self._part = description, total, unit, clock, part
         self._done, self._known, self._tenths = 0, 0, 0
         self._start = self._last = clock()
 
@@ -124,7 +130,7 @@ class ProgressLines:
             self._tenths = tenths
             counts = f"{self._done} of {self._total} {self._unit}s"
             emit_line("calibrate.progress", f"{self._description}: continuing: {counts} {text}", {"done": self._done})
-        elif tenths > self._tenths or self._clock() - self._last >= SILENCE:
+        elif (tenths > self._tenths and not self._part) or self._clock() - self._last >= SILENCE:
             self._tenths = tenths
             self.say()
 
@@ -146,7 +152,8 @@ class ProgressLines:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{format_duration(left)} left"
-        if (run_left := _run.get().estimate_left(left)) is not None:
+        if (run_left := _run.get().estimate_left(None if self._part else left)) is not None:
+            run_left = max(run_left, left or 0.0)
             line += f", {format_duration(run_left)} until the end"
             fields["run_seconds_left"] = round(run_left, 1)
         if status := _status.get()():
@@ -164,7 +171,9 @@ def format_duration(seconds: float) -> str:
 
 
 @contextmanager
-def show_progress(description: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[..., None]]:
+def show_progress(
+    description: str, total: int | None, unit: str, *, shown: bool, part: bool = False
+) -> Iterator[Callable[..., None]]:
     """Show progress inside the block if it is to be `shown`: a bar on a terminal, else `ProgressLines`.
 
     Yields:
@@ -174,12 +183,12 @@ def show_progress(description: str, total: int | None, unit: str, *, shown: bool
         yield lambda text="", steps=1, known=False: None
         return
     if should_write_json() or not sys.stderr.isatty():
-        lines = ProgressLines(description, total, unit)
+        lines = ProgressLines(description, total, unit, part=part)
         yield lines.step
         if total is None:
             lines.say()
         return
-    with tqdm(total=total, desc=description, unit=unit) as bar:
+    with tqdm(total=total, desc=description, unit=unit, leave=not part) as bar:
 
         def step(text: str = "", steps: int = 1, *, known: bool = False) -> None:
             if known:
@@ -190,7 +199,7 @@ def show_progress(description: str, total: int | None, unit: str, *, shown: bool
                 return
             bar.update(steps)
             rate = bar.format_dict["elapsed"] / max(1, bar.n - bar.initial)
-            run_left = _run.get().estimate_left(None if total is None else rate * (total - bar.n))
+            run_left = _run.get().estimate_left(None if total is None or part else rate * (total - bar.n))
             until_end = "" if run_left is None else f"{format_duration(run_left)} until the end"
             if postfix := ", ".join(filter(None, (text or _status.get()(), until_end))):
                 bar.set_postfix_str(postfix, refresh=False)

@@ -35,6 +35,7 @@ from calibrate.model.layers import (
 )
 from calibrate.model.logits import Logits, compare_log_probs, put_logits_on_device
 from calibrate.model.models import LoadedModel
+from calibrate.progress import show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import EIGHTHS, Question, ask_about
 from calibrate.proof.layers import (
@@ -122,7 +123,9 @@ def measure_answers(
     parts = [[prompt] for prompt in prompts] if executor.resident else split_among_workers(executor, prompts)
     hashes = [tuple(prompt.sha256 for prompt in part) for part in parts]
     items = [AnswersItem(length, part, tuple(histories), noise, executor.resident) for part in hashes]
-    by_prompt = chain.from_iterable(measure_items(items, executor, prover.journal))
+    title = f"answers about {length} tokens"
+    with show_progress(title, len(items), "prompt", shown=prover.progress, part=True) as step:
+        by_prompt = chain.from_iterable(measure_items(items, executor, prover.journal, step))
     return [list(map(PromptAnswers.from_json, variant)) for variant in zip(*by_prompt, strict=True)]
 
 

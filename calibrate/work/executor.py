@@ -204,16 +204,18 @@ def split_among_workers(executor: Executor, prompts: Sequence[Prompt]) -> list[S
 WRITE_INTERVAL_S = 1.0  # of measuring: a commit waits for the disk
 
 
-def measure_items(items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> list[Any]:
+def measure_items(
+    items: Sequence[WorkItem], executor: Executor, journal: Journal | None, on_item: Callable[[], object] = lambda: None
+) -> list[Any]:
     """Return the results of items of one kind, in their order: from the journal, or measured and put into it.
 
-    Without a journal all are measured and none is kept.
+    Without a journal all are measured and none is kept. on_item: called after each that is measured.
 
     Raises:
         ModelError: inf or NaN came up.
         ResourceError: the GPU's memory ran out, or the journal cannot be written.
     """
-    return MeasurementBatch(items, executor, journal).results()
+    return MeasurementBatch(items, executor, journal).results(on_item)
 
 
 def find_unmeasured(items: Sequence[Item], executor: Executor, journal: Journal) -> list[Item]:
@@ -232,8 +234,8 @@ class MeasurementBatch:
             number: executor.submit(item) for number, item in enumerate(items) if self._results[number] is None
         }
 
-    def results(self) -> list[Any]:
-        """Wait for the results, in the items' order, as a journal gives them back."""
+    def results(self, on_item: Callable[[], object] = lambda: None) -> list[Any]:
+        """Wait for the results, in the items' order, as a journal gives them back; on_item: called after each."""
         unwritten: list[int] = []
         begun = time.monotonic()
         try:
@@ -241,6 +243,7 @@ class MeasurementBatch:
                 self._results[number] = self._pending[number].result()
                 del self._pending[number]
                 unwritten.append(number)
+                on_item()
                 if time.monotonic() - begun > WRITE_INTERVAL_S:
                     self._write(unwritten)
                     unwritten, begun = [], time.monotonic()

@@ -181,6 +181,11 @@ def test_progress_says_what_is_left_of_the_run(capsys):
     assert said[9] == "measuring: 100% (10 of 10 layers), took 80 s, 3 min until the end"
     assert said[10] == "searching: 1 trial, 40 s so far, 115 s until the end"  # 1.94 * (30 + 50) - 40
     assert said[11] == "searching: 2 trials, 80 s so far"
+    with phases.time_phase("proving"):  # a part of it breaks the silence, and knows no more than the plan
+        clock.steps(ProgressLines("answers", 20, "prompt", clock, part=True), 4, 20)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "answers: 40% (8 of 20 prompts), 48 s left, 53 s until the end"
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(("pace", "continues"), [(0.75, False), (1.0, False), (1.0, True), (2.5, True)])
