@@ -17,17 +17,17 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1831, 9.9),
+    "calibrate": (1839, 9.9),
     "calibrate/commands": (643, 8.8),
     "calibrate/curves": (652, 12.2),
     "calibrate/evaluation": (937, 10.9),
     "calibrate/model": (1506, 9.8),
     "calibrate/profiles": (361, 9.9),
     "calibrate/prompts": (976, 11.8),
-    "calibrate/proof": (1887, 11.0),
+    "calibrate/proof": (1890, 11.0),
     "calibrate/report": (1371, 10.3),
     "calibrate/search": (872, 10.6),
-    "calibrate/work": (481, 9.7),
+    "calibrate/work": (484, 9.7),
     "s2o_runtime": (1716, 9.8),
     "s2o_runtime/attention": (660, 10.6),
     "s2o_runtime/doctor": (543, 9.2),
@@ -45,9 +45,9 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/demo_model": (357, 10.5),
     "scripts/docs": (741, 10.4),
     "scripts/study": (115, 13.1),
-    "tests": (17687, 12.4),
+    "tests": (17692, 12.4),
     "tests/support": (1850, 12.1),
-    UNALLOCATED: (38, 0.0),
+    UNALLOCATED: (19, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
