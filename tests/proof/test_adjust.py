@@ -110,6 +110,9 @@ def test_a_layer_whose_first_rows_err_most_looks_further_back_until_they_do_not(
     assert widened.build_profile().layer_config(1, length) == replace(before, lookback=256)
     assert widen_layer(widened, length, 1, bad) is None
     assert widen_layer(current.with_share(1, length, 0.0), length, 1, bad) is None
+    # what layers spend of a budget of answers was measured on all together, so none is given more alone
+    given = adjust_layer(current, 512, 1, proof_of(1e-3 * error))
+    assert (given is None) == (kind == "kl")
 
 
 @pytest.mark.parametrize(("error", "said"), [(2e-4, "2.00e-04"), (math.nan, "nan")], ids=["over", "nan"])
