@@ -39,7 +39,7 @@ from support.models import close, make_profile, padded_batch, prompt, twin
 from support.tiny import tiny_tokenizer
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further architectures, or compiles a model, seconds each")
-QUICK = ("llama", "qwen2-sliding", "gemma2")  # one that runs S2O everywhere, one with windows, one with capped scores
+QUICK = ("llama", "qwen2-sliding", "gemma2", "gpt-oss")  # S2O everywhere, with windows, capped scores, learned sinks
 
 # transformers' own takes neither windows, however long, nor the positions of images
 QUANTISED_CACHES = [
