@@ -72,10 +72,7 @@ def served_layer(tile):
 def test_a_layer_passes_its_self_test_and_reads_its_cache(tile, server_name, fp8):
     """Of 8 bits it gives what keys and values that were rounded beforehand give."""
     server = served_layer(tile)
-    cache = {"kv_cache_dtype": {"vllm": "fp8", "sglang": "float8_e4m3fn"}[server_name]} if fp8 else {}
-    engine, _ = engine_of(server_name, server, **cache)
-    if fp8 and server_name == "sglang":
-        engine.pool.k, engine.pool.v = (slots.to(torch.float8_e4m3fn) for slots in (engine.pool.k, engine.pool.v))
+    engine, _ = engine_of(server_name, server, kv_cache_dtype="fp8" if fp8 else None)
     layer = server.fit.layers[0]
     first, second = engine.add(300), engine.add(4000)
     engine.outputs([(first, 300)])
