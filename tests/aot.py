@@ -208,7 +208,7 @@ def no_spills(case: Case, built: Compiled) -> str | None:
     """
     spilled = built.stack + built.local
     allowed = KEPT_BYTES_MOVED.get(case.variant, KEPT_BYTES.get(case.kernel, 0))
-    if case.kernel == "scores" and case.capability != (9, 0):
+    if case.kernel == "scores" and case.capability != 90:
         allowed = KEPT_BYTES_SCORES
     if case.kernel == "prefill_hopper" and case.variant == FEATURES:
         allowed = KEPT_BYTES_CAPPED

@@ -30,10 +30,10 @@ from s2o_runtime.kernels.rank import means, order, scores, tail
 from support.fake_kernel import FakeKernel, launch_directly
 from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, count_replays, mixed_config
 from support.layouts import edges_of
+from support.marks import COMPILED
 from support.paging import LAYOUTS, PagedBatch
 
 SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds each")
-COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
 
 
 def kernel_of(pointers):
