@@ -163,13 +163,6 @@ def test_what_cannot_be_patched_is_refused_and_named(eager, call, error, words):
     assert model.config._attn_implementation == "sdpa"
 
 
-def compiled_logits(model, ids):
-    torch.compiler.reset()
-    return torch.compile(model, backend="eager", fullgraph=True)(
-        ids, past_key_values=DynamicCache(config=model.config)
-    ).logits
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("original", ["patched anew", "unpatched", "gone"])
@@ -185,17 +178,14 @@ def test_a_copy_runs_its_own_profile_compiled_too(eager, ids, duplicate, origina
         del model
         gc.collect()
     assert torch.equal(other(ids).logits, expected)
-    close(compiled_logits(other, ids), expected)
+    torch.compiler.reset()
+    compiled = torch.compile(other, backend="eager", fullgraph=True)
+    close(compiled(ids, past_key_values=DynamicCache(config=other.config)).logits, expected)
     assert [row["calls"] for row in explain(other)] == [2, 2]
     if original == "patched anew":
         assert explain(model) == []
     assert unpatch(other).config._attn_implementation == "sdpa"
     close(other(ids).logits, eager(ids).logits)
-
-
-def keys_of(model):
-    """Of all layers, those without a profile's row among them."""
-    return [module.__dict__[layers.STATE].key for module in model.modules() if layers.STATE in module.__dict__]
 
 
 @pytest.fixture
@@ -215,7 +205,7 @@ def test_a_graph_of_another_process_runs_a_layer_of_the_same_profile_or_none(eag
 
     next_process()
     model = patch(twin(eager), profile, drift=None)
-    key = keys_of(model)[1]
+    key = get_layer_states(model)[1].key
     expected = run(key)
     del model
     next_process()
