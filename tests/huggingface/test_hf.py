@@ -414,7 +414,7 @@ def test_assisted_text_is_greedy_text_where_last_rows_are_exact(eager):
 
 @torch.no_grad()
 def test_a_compiled_layer_keeps_its_sinks_which_observers_get_without_gradients():
-    """That sinks reach the op in every kind of call, gpt-oss shows in test_architectures.py."""
+    """Sinks reach the op in every kind of call: gpt-oss shows it, in test_architectures.py."""
     model = AutoModelForCausalLM.from_config(CASES["gpt-oss"].config, attn_implementation="eager").eval()
     patch(model, make_profile(model, 0.0), drift=None)
     attention, seen = model.model.layers[1].self_attn, []
