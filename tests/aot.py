@@ -58,9 +58,7 @@ FLOATS = ("qk_scale", "log_share")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
 # The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. 56 bytes of the plain
 # prefill are of head dim 256 with int8 scores on sm_90 in Triton 3.6; 48 before there were dense last rows.
-KEPT_BYTES = {
-    "prefill_hopper": 16, "prefill": 56, "trace": 896, "antidiagonal": 24
-}  # fmt: skip
+KEPT_BYTES = {"prefill_hopper": 16, "prefill": 56, "trace": 896, "antidiagonal": 24}
 KEPT_BYTES_SCORES = 24  # of 16 representatives' scores on sm_80 (8) and sm_120 in Triton 3.9; none on sm_90
 KEPT_BYTES_CAPPED = 48  # of the specialised kernel with a soft cap in Triton 3.9; with sinks alone it spills none
 KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 128 in Triton 3.9; 16 in 3.6 and 3.7
@@ -83,22 +81,19 @@ FEATURES = "features"
 FEATURE_VARIANTS: dict[str, dict[str, object]] = {
     FEATURES: {"HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
+# Keys and values in the pages of a cache: every tile of the prefill, and the largest configuration of the other kernels
+# that read them there.
+PAGED = "paged"
+PAGED_VARIANTS: dict[str, dict[str, object]] = {
+    PAGED: {"PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
+}
 # Dense heads split over keys: every tile of the prefill with packed sequences and with keys in pages, as servers call
 # it, the largest with all else too, and what combines the splits.
 SPLITS, SPLITS_PAGED = "splits", "splits-paged"
 SPLIT_VARIANTS: dict[str, dict[str, object]] = {
     SPLITS: {"PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SPLITS": True},
     "splits-features": FEATURE_VARIANTS[FEATURES] | {"HAS_SPLITS": True},
-    SPLITS_PAGED: {
-        "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
-        "HAS_SPLITS": True,
-    },
-}  # fmt: skip
-# Keys and values in the pages of a cache: every tile of the prefill, and the largest configuration of the other kernels
-# that read them there.
-PAGED = "paged"
-PAGED_VARIANTS: dict[str, dict[str, object]] = {
-    PAGED: {"PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
+    SPLITS_PAGED: PAGED_VARIANTS[PAGED] | {"HAS_SPLITS": True},
 }
 PREFILLS = ("prefill", "prefill_hopper")
 PAGED_KERNELS = ("means", "scores", "order")
@@ -118,15 +113,8 @@ ANTIDIAGONAL_VARIANTS: dict[str, dict[str, object]] = {
 }
 # And for the copy out of pages: what a cache of 8 bits has is scaled, by KV head. The GPUs before sm_89 have none.
 PAGE_VARIANTS: dict[str, dict[str, object]] = {"same-type": {}, "fp8": {"SCALED": True, "SCALE_STEP": 1}}
-ALL_VARIANTS = (
-    VARIANTS
-    | FEATURE_VARIANTS
-    | SPLIT_VARIANTS
-    | PAGED_VARIANTS
-    | BLOCK_SPARSE_VARIANTS
-    | ANTIDIAGONAL_VARIANTS
-    | PAGE_VARIANTS
-)
+ALL_VARIANTS = VARIANTS | FEATURE_VARIANTS | PAGED_VARIANTS | SPLIT_VARIANTS
+ALL_VARIANTS |= BLOCK_SPARSE_VARIANTS | ANTIDIAGONAL_VARIANTS | PAGE_VARIANTS
 FP8_POINTERS = {"K": "fp8e4nv", "V": "fp8e4nv"}
 
 
@@ -220,7 +208,7 @@ def no_spills(case: Case, built: Compiled) -> str | None:
     """
     spilled = built.stack + built.local
     allowed = KEPT_BYTES_MOVED.get(case.variant, KEPT_BYTES.get(case.kernel, 0))
-    if case.kernel == "scores" and case.capability != (9, 0):
+    if case.kernel == "scores" and case.capability != 90:
         allowed = KEPT_BYTES_SCORES
     if case.kernel == "prefill_hopper" and case.variant == FEATURES:
         allowed = KEPT_BYTES_CAPPED

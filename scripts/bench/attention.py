@@ -45,7 +45,6 @@ def parser() -> common.Parser:
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
     add("--error-rows", 256, "query rows, drawn at random, whose errors are measured", type=int, metavar="N")
-    out.add_argument("--backend", choices=("triton", "reference"), help="default triton on a GPU, reference on a CPU")
     tile, form = common.checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
     out.add_argument("--tile", type=tile, action="append", metavar=form, help="repeatable; default by the GPU")
     common.add_machine(add, "bench_attention.json")
@@ -70,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
     """Measure every length and tile, print a table for each, and write what there is so far to --out."""
     check(args)
     device = torch.device(args.device)
-    args.backend = args.backend or ("triton" if device.type == "cuda" else "reference")
+    args.backend = "triton" if device.type == "cuda" else "reference"
     tiles = args.tile or [device_tile(args.head_dim, device)]
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "tile")}
     file = AttentionFile(settings=settings, results=[], **common.machine(device))

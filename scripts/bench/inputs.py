@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.errors import ConfigError
 from s2o_runtime.layer_kinds import get_max_positions
 
 SEED = 0  # of random queries, keys and values
@@ -134,26 +133,3 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
         q, k, v = (torch.cat([getattr(prompt, name) for prompt in prompts]) for name in "qkv")
         factor = prompts[0].scale * q.shape[3] ** 0.5
         yield q if math.isclose(factor, 1.0) else q * factor, k, v
-
-
-def file_qkv(path: Path, length: int, device: torch.device) -> Iterator[QKV]:
-    """q, k, v of a safetensors file, or its layers' "0.q", "0.k", "0.v", "1.q", ..., cut to `length` tokens.
-
-    Raises InputError if the file cannot be read or holds something else, ConfigError if it holds fewer tokens.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        opened = safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} cannot be read ({error}): give a safetensors file with q, k and v") from error
-    with opened as file:
-        names = set(file.keys())
-        prefixes = sorted({name[:-1] for name in names if name[-1] in "qkv"}, key=lambda text: (len(text), text))
-        if not prefixes or any(f"{prefix}{part}" not in names for prefix in prefixes for part in "qkv"):
-            raise InputError(f"{path} holds {sorted(names)[:6]}: expected q, k and v, or 0.q, 0.k, 0.v, 1.q, ...")
-        for prefix in prefixes:
-            q, k, v = (file.get_tensor(f"{prefix}{part}") for part in "qkv")
-            if q.shape[2] < length:
-                raise ConfigError(f"{path} holds {q.shape[2]} tokens: use --lengths up to that")
-            yield q[:, :, :length].to(device), k[:, :, :length].to(device), v[:, :, :length].to(device)

@@ -52,7 +52,7 @@ from scripts.bench.baselines.run import attend, baseline_attention, select
 from scripts.bench.baselines.settings import BASELINES, Baseline
 from scripts.bench.boards import candidates, print_boards, print_rows, text_of
 from scripts.bench.calls import kernel_parts
-from scripts.bench.inputs import Inputs, file_qkv, model_qkv
+from scripts.bench.inputs import Inputs, model_qkv
 from scripts.bench.schema import CALIBRATED, DENSE_NAMES, ONE_SETTING, PROVEN, LayerRow, MethodRow, MethodsEntry, write
 from scripts.bench.schema import MethodsFile as File
 
@@ -93,7 +93,7 @@ def parser() -> common.Parser:
     out, add = common.bench_parser(NAME, __doc__)
     add("--methods", ("dense", "s2o", *BASELINES), "methods, or settings", nargs="+", metavar="NAME")
     add("--lengths", "8192,32768,131072", type=common.int_list("8192,32768"), metavar="N,N")
-    add("--data", "demo", "a model to capture q, k, v of, or FILE.safetensors with q, k and v [B, H, L, D]")
+    add("--data", "demo", "the model to capture q, k, v of")
     out.add_argument("--profile", type=Path, action="append", default=[], help="for --data's model; repeatable")
     add("--errors", "0.001,0.01,0.03", "rel_mse of a board", type=common.float_list("0.001,0.01"), metavar="X,X")
     add("--chunks", (), "queries of a call, for the second board", type=common.int_list("2048,8192"), metavar="N,N")
@@ -136,12 +136,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def layer_inputs(args: argparse.Namespace, length: int, turn: int | None) -> Iterator[Inputs]:
-    """The calls of the layers that --data names, one after another, or of their last queries alone."""
-    device = torch.device(args.device)
-    if Path(args.data).suffix == ".safetensors":
-        layers = file_qkv(Path(args.data), length, device)
-    else:
-        layers = model_qkv(args.data, length, args.batch, args.seed, device)
+    """The calls of the layers of a model, one after another, or of their last queries alone."""
+    layers = model_qkv(args.data, length, args.batch, args.seed, torch.device(args.device))
     for index, (q, k, v) in enumerate(layers):
         yield Inputs.of((q[:, :, -(turn or length) :], k, v), args.error_rows, args.seed, index)
 

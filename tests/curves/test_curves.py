@@ -32,7 +32,7 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.sequences import call_shape, measure_density
 from support.executors import GPU, pretended
-from support.marks import pairwise
+from support.marks import all_but_first, pairwise
 from support.models import CONFIGS
 
 SLOW = pytest.mark.slow(reason="more tiles and rankings of the same")
@@ -50,7 +50,7 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
 @pytest.mark.parametrize(
-    ("method", "features", "tile", "tail"),
+    ("method", "features", "tile", "tail", "last_rows"),
     pairwise(
         [
             pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap"),
@@ -58,21 +58,15 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
         ],
         TILES,
         ["none", "mean"],
+        [0],
         mark=SLOW,
         count=3,
-    ),
+    )
+    + all_but_first([(METHODS[2], {"length": 1700}, tile, "mean", 256) for tile in TILES[::2]], SLOW),
 )
-def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
-    predicts(prompt(**features), method, tile, tail)
-
-
-@pytest.mark.parametrize(("tile", "last_rows"), [(TILES[0], 256), pytest.param(TILES[2], 256, marks=SLOW)])
-def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
-    predicts(prompt(1700), METHODS[2], tile, "mean", last_rows)
-
-
-def predicts(captured, method, tile, tail, last_rows=0):
-    """Compare the curve of a method and a tile with the reference at some thresholds."""
+def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail, last_rows):
+    """At some thresholds."""
+    captured = prompt(**features)
     other = RankingConfig(method.segment, 17 - method.representatives, 384 - method.lookback)
     shape = Shape.from_tile(tile)
     curve = measure(captured, [other, method], [Shape(64, 128), shape], last_rows)[method, shape]  # in one pass

@@ -1,6 +1,6 @@
 """Tests of what a patched layer costs on a GPU beside its attention: bookkeeping and the drift check."""
 
-import time
+import statistics
 from functools import partial
 
 import pytest
@@ -63,18 +63,6 @@ def milliseconds(call, rounds=10):
     return sorted(times[3:])[rounds // 2]
 
 
-def host_microseconds(call):
-    """The median of bursts short enough for the launch queue, so that no call waits for the device."""
-    times = []
-    for _ in range(30):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(20):
-            call()
-        times.append((time.perf_counter() - begin) / 20 * 1e6)
-    return sorted(times)[len(times) // 2]
-
-
 @torch.no_grad()
 def test_the_table_has_the_ops_density_and_time(layer):
     module, state = layer
@@ -90,7 +78,7 @@ def test_the_table_has_the_ops_density_and_time(layer):
 
 
 @torch.no_grad()
-def test_bookkeeping_takes_little_time_on_the_host(layer, monkeypatch, capsys, alone):
+def test_bookkeeping_takes_little_time_on_the_host(layer, monkeypatch, capsys, alone, time_host):
     module, _ = layer
     call, qkv = prefill(module, 1024)
     op = partial(s2o_attention, *qkv, CONFIG, return_stats=True)
@@ -98,9 +86,9 @@ def test_bookkeeping_takes_little_time_on_the_host(layer, monkeypatch, capsys, a
         call()
         op()
     torch.cuda.synchronize()
-    kept, bare = host_microseconds(call), host_microseconds(op)
+    kept, bare = (statistics.median(time_host(timed, 30, 20)) for timed in (call, op))
     monkeypatch.setattr(Meter, "begin", lambda *_: None)
-    unmetered = host_microseconds(call)
+    unmetered = statistics.median(time_host(call, 30, 20))
     with capsys.disabled():
         print(f"\nhost microseconds: the op {bare:.1f}, a layer {unmetered:.1f}, and with its meter {kept:.1f}")
     assert kept - unmetered < HOST_MICROSECONDS

@@ -60,22 +60,14 @@ def test_mixed_batches_are_each_request_on_its_own(tile, server_name, layout, mo
     assert server.counters.densities() == {0: pytest.approx(float(server.counters.sampled[0].density.mean()))}
 
 
-def served_layer(tile):
-    """A server whose layer is not tested yet, of a profile that was made with an fp8 cache."""
-    profile = replace(served_profile(tile), record={"recipe": {"kv_cache_dtype": "fp8"}})
-    return FakeServer(profile, Rank(), "cuda", 8192, tested=False)
-
-
 @TILES
 @pytest.mark.parametrize("server_name", SERVERS)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16-bits", "fp8"])
 def test_a_layer_passes_its_self_test_and_reads_its_cache(tile, server_name, fp8):
     """Of 8 bits it gives what keys and values that were rounded beforehand give."""
-    server = served_layer(tile)
-    cache = {"kv_cache_dtype": {"vllm": "fp8", "sglang": "float8_e4m3fn"}[server_name]} if fp8 else {}
-    engine, _ = engine_of(server_name, server, **cache)
-    if fp8 and server_name == "sglang":
-        engine.pool.k, engine.pool.v = (slots.to(torch.float8_e4m3fn) for slots in (engine.pool.k, engine.pool.v))
+    profile = replace(served_profile(tile), record={"recipe": {"kv_cache_dtype": "fp8"}})
+    server = FakeServer(profile, Rank(), "cuda", 8192, tested=False)
+    engine, _ = engine_of(server_name, server, kv_cache_dtype="fp8" if fp8 else None)
     layer = server.fit.layers[0]
     first, second = engine.add(300), engine.add(4000)
     engine.outputs([(first, 300)])

@@ -1,7 +1,6 @@
 """Times on a GPU and on its host: what the op chooses is no slower than dense attention, and replays are cheap."""
 
 import statistics
-import time
 from functools import partial
 
 import pytest
@@ -133,22 +132,9 @@ def test_a_turn_whose_keys_are_split_is_faster_and_no_less_exact(alone, monkeypa
     assert torch.equal(replayed[-1], runs["split"]())
 
 
-def time_host(call, bursts, of=1, before=lambda: None):
-    """Microseconds of each call on the host, in bursts short enough for the launch queue, so none waits for the GPU."""
-    times = []
-    for _ in range(bursts):
-        before()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(of):
-            call()
-        times.append((time.perf_counter() - begin) / of * 1e6)
-    return times
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("queries", [1, 64])
-def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(queries, alone):
+def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(queries, alone, time_host):
     """The host is what a server without CUDA graphs waits for in a short call."""
     tile = list_candidate_tiles(128, torch.cuda.get_device_capability())[0]
     config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
@@ -163,7 +149,7 @@ def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(qu
 @PLANNED
 @pytest.mark.parametrize("tile", [PLAIN, HOPPER])
 @pytest.mark.parametrize("return_stats", [False, True], ids=["", "stats"])
-def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, alone, capsys):
+def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, alone, time_host, capsys):
     config = LayerConfig.uniform(32, tau=0.5, segment=256, tile=tile)
     tensors = as_transformers(*inputs(1, 32, 8, 4096, 4096, 128))
     call = partial(s2o_attention, *tensors, config, backend="triton", return_stats=return_stats)
@@ -177,7 +163,7 @@ def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, alone
 
 @PLANNED
 @pytest.mark.parametrize("tile", [PLAIN, HOPPER])
-def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, alone, capsys):
+def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, alone, time_host, capsys):
     """One prompt in one chunk, a little longer each time: all of S2O's backend between vLLM and the launches."""
     geometry = Geometry("llama", 1, 8, 2, 128)
     config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=16, tail="mean", tile=tile)

@@ -13,14 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForImageTextToText,
-    DynamicCache,
-    Gemma3Config,
-    PreTrainedConfig,
-    QuantizedCache,
-    StaticCache,
-)
+from transformers import DynamicCache, PreTrainedConfig, QuantizedCache, StaticCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import s2o_runtime
@@ -39,7 +32,7 @@ from support.models import close, make_profile, padded_batch, prompt, twin
 from support.tiny import tiny_tokenizer
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further architectures, or compiles a model, seconds each")
-QUICK = ("llama", "qwen2-sliding", "gemma2")  # one that runs S2O everywhere, one with windows, one with capped scores
+QUICK = ("llama", "qwen2-sliding", "gemma2", "gpt-oss")  # S2O everywhere, with windows, capped scores, learned sinks
 
 # transformers' own takes neither windows, however long, nor the positions of images
 QUANTISED_CACHES = [
@@ -358,12 +351,9 @@ def test_quantised_weights(name, tmp_path):
 @torch.no_grad()
 def test_the_text_part_of_a_model_with_images():
     """The text part has the profile; queries that see a whole image at once go dense; parts get back what they had."""
-    text = CASES["gemma3"].config.to_dict()
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    tokens = {"image_token_id": 127, "boi_token_id": 125, "eoi_token_id": 126, "mm_tokens_per_image": 4}
-    config = Gemma3Config(text_config=text, vision_config=vision, **tokens)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    config = CASES["gemma3-vision"].config
+    config.image_token_id, config.mm_tokens_per_image = 127, 4
+    model = get_model_class(config).from_config(config, attn_implementation="eager").eval()
     model.set_attn_implementation({"vision_config": "sdpa"})
     ids, only_text = prompt(LENGTH).clamp_max(124), prompt(LENGTH).clamp_max(124)
     ids[0, 40:44] = 127

@@ -16,23 +16,23 @@ from itertools import count
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, GptOssConfig, MistralConfig
+from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, MistralConfig
 
 import s2o_runtime.huggingface.hf as hf
 from s2o_runtime import explain, patch, unpatch
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.logs import log_once
+from support.architectures import CASES
 from support.models import (
     LENGTH,
     SIZES,
     close,
     make_profile,
     new_model,
-    padded_batch,
     paths,
     pickled,
     prompt,
@@ -163,13 +163,6 @@ def test_what_cannot_be_patched_is_refused_and_named(eager, call, error, words):
     assert model.config._attn_implementation == "sdpa"
 
 
-def compiled_logits(model, ids):
-    torch.compiler.reset()
-    return torch.compile(model, backend="eager", fullgraph=True)(
-        ids, past_key_values=DynamicCache(config=model.config)
-    ).logits
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("original", ["patched anew", "unpatched", "gone"])
@@ -185,17 +178,14 @@ def test_a_copy_runs_its_own_profile_compiled_too(eager, ids, duplicate, origina
         del model
         gc.collect()
     assert torch.equal(other(ids).logits, expected)
-    close(compiled_logits(other, ids), expected)
+    torch.compiler.reset()
+    compiled = torch.compile(other, backend="eager", fullgraph=True)
+    close(compiled(ids, past_key_values=DynamicCache(config=other.config)).logits, expected)
     assert [row["calls"] for row in explain(other)] == [2, 2]
     if original == "patched anew":
         assert explain(model) == []
     assert unpatch(other).config._attn_implementation == "sdpa"
     close(other(ids).logits, eager(ids).logits)
-
-
-def keys_of(model):
-    """Of all layers, those without a profile's row among them."""
-    return [module.__dict__[layers.STATE].key for module in model.modules() if layers.STATE in module.__dict__]
 
 
 @pytest.fixture
@@ -215,7 +205,7 @@ def test_a_graph_of_another_process_runs_a_layer_of_the_same_profile_or_none(eag
 
     next_process()
     model = patch(twin(eager), profile, drift=None)
-    key = keys_of(model)[1]
+    key = get_layer_states(model)[1].key
     expected = run(key)
     del model
     next_process()
@@ -422,59 +412,22 @@ def test_assisted_text_is_greedy_text_where_last_rows_are_exact(eager):
     assert used_s2o(model)
 
 
-@pytest.fixture(scope="module")
-def with_sinks():
-    """A tiny gpt-oss whose sinks matter, eager: one layer with a sliding window, one of full attention."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = GptOssConfig(**SIZES, **experts, initializer_range=0.2, sliding_window=48, rope_parameters=rope)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data = torch.linspace(-1, 4, 4)
-    return model
-
-
-def attached(eager):
-    """A model with the same weights whose layer of full attention runs S2O with tau = 0, and the layer's state."""
-    hf.register()
-    model = twin(eager, "s2o")
-    config = LayerConfig.uniform(4, tau=0.0, segment=64, tile=TileConfig(64, 32, 2, 4, 1))
-    state = layers.LayerState(1, lambda keys: config, 0, meter=None)
-    layers.attach(model.model.layers[1].self_attn, state)
-    return model, state
-
-
 @torch.no_grad()
-def test_learned_sinks_reach_the_op(with_sinks, ids):
-    """Prefill, a padded batch, and decode; the layer with a window and decode run the model's own eager code."""
-    model, state = attached(with_sinks)
-    seen = []
-    state.observer = lambda layer, q, k, v, scoring, out: seen.append(scoring)
-    close(model(ids).logits, with_sinks(ids).logits)
-    assert state.last.backend == "reference"
-    assert torch.equal(seen[0].sinks, torch.linspace(-1, 4, 4))
-    assert not seen[0].sinks.requires_grad  # an observer may use them where gradients are enabled
-    padded, mask = padded_batch()
-    ours, theirs = (which(padded, attention_mask=mask).logits for which in (model, with_sinks))
-    close(ours[mask == 1], theirs[mask == 1])
-    greedy = {"max_new_tokens": 3, "do_sample": False}
-    assert torch.equal(model.generate(ids, **greedy), with_sinks.generate(ids, **greedy))
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data = torch.full((4,), -30.0)
-    assert (model(ids).logits - with_sinks(ids).logits).abs().max() > 1e-2  # they do matter
-
-
-@torch.no_grad()
-def test_compiled_layers_keep_their_sinks(with_sinks, ids):
-    attention = attached(with_sinks)[0].model.layers[1].self_attn
-    q, k, v = (torch.randn(1, heads, 150, 64) for heads in (4, 2, 2))
+def test_a_compiled_layer_keeps_its_sinks_which_observers_get_without_gradients():
+    """Sinks reach the op in every kind of call: gpt-oss shows it, in test_architectures.py."""
+    model = AutoModelForCausalLM.from_config(CASES["gpt-oss"].config, attn_implementation="eager").eval()
+    patch(model, make_profile(model, 0.0), drift=None)
+    attention, seen = model.model.layers[1].self_attn, []
+    attention.sinks.data = torch.linspace(-1, 4, 4)
+    get_layer_states(model)[0].observer = lambda layer, q, k, v, scoring, out: seen.append(scoring.sinks)
+    q, k, v = (torch.randn(1, heads, 150, 32) for heads in (4, 2, 2))
     mask = hf.prefill_mask(1, 0)
 
     def call(q, k, v):
         return hf.s2o_attention_forward(attention, q, k, v, mask, scaling=0.3, s_aux=attention.sinks)[0]
 
     torch.compiler.reset()
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)
     expected = naive_attention(q, k, v, scale=0.3, sinks=attention.sinks)
-    torch.testing.assert_close(compiled.transpose(1, 2).double(), expected, rtol=1e-4, atol=1e-5)
+    for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        torch.testing.assert_close(run(q, k, v).transpose(1, 2).double(), expected, rtol=1e-4, atol=1e-5)
+    assert [sinks.requires_grad for sinks in seen] == [False, False]

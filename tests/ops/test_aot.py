@@ -24,7 +24,7 @@ def compiled(**changes):
         ("tensor_cores", Case("scores", 80, 128, rows=16), {"wgmma": 0}),
         ("tensor_cores", Case("tail", 90, 64), {"wgmma": 0, "mma_sync": 64}),
         ("shared_memory", Case("prefill", 89, 128, TileConfig()), {"shared": (99 << 10) + 1}),
-        ("no_spills", Case("means", 90, 128), {"stack": 8}),
+        ("no_spills", Case("scores", 90, 128, rows=16), {"stack": 8}),
         ("no_spills", Case("means", 90, 128), {"local": 8}),
         ("no_spills", Case("prefill_hopper", 90, 256, TileConfig(64, 64, 4, 4, 2, True)), {"stack": 312}),
         ("one_key_a_lane", Case("order", 90), {"assembly_layouts": (LANES.replace("[1, 32]", "[4, 8]"),)}),

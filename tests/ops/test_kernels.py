@@ -48,12 +48,11 @@ from support.kernels import (
     relative_error,
 )  # fmt: skip
 from support.layouts import as_transformers, pack, unpacked
-from support.marks import INTERPRETED, all_but_first, pairwise
+from support.marks import COMPILED, INTERPRETED, all_but_first, pairwise
 from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
-COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs a compiled kernel")
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 

@@ -39,11 +39,6 @@ def batch_of(page_size=16, name=LAYOUTS[2], **options):
     return PagedBatch(QUERIES, LENGTHS, page_size, name, **{"heads": 4, "dtype": DTYPE, "device": DEVICE} | options)
 
 
-def pages_of(batch, total_k=None):
-    pages = PagedKeys(*batch.caches, batch.table, batch.cu_k, max(LENGTHS), total_k or len(batch.k), **batch.scales)
-    return pages.validate(batch.q.dtype)
-
-
 @pytest.mark.parametrize(
     ("name", "kv_heads", "head_dim", "page_size"),
     pairwise(LAYOUTS, [(2, 64), (1, 80), (4, 256)], [16, 48, 1024] if ON_GPU else [1, 16, 48], mark=SLOW, count=4),
@@ -51,7 +46,7 @@ def pages_of(batch, total_k=None):
 def test_every_key_is_found_in_its_page(name, kv_heads, head_dim, page_size, nan_filled):
     """Rows behind the last key are nobody's."""
     batch = batch_of(page_size, name, kv_heads=kv_heads, head_dim=head_dim)
-    pages = pages_of(batch, len(batch.k) + 11)
+    pages = PagedKeys(*batch.caches, batch.table, batch.cu_k, max(LENGTHS), len(batch.k) + 11).validate(DTYPE)
     for gather in (PagedKeys.gathered, gather_keys, gather_pages):
         for out, expected in zip(gather(pages, DTYPE), (batch.k, batch.v), strict=True):
             assert len(out) == len(expected) + 11

@@ -30,10 +30,10 @@ from s2o_runtime.kernels.rank import means, order, scores, tail
 from support.fake_kernel import FakeKernel, launch_directly
 from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, count_replays, mixed_config
 from support.layouts import edges_of
+from support.marks import COMPILED
 from support.paging import LAYOUTS, PagedBatch
 
 SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds each")
-COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
 
 
 def kernel_of(pointers):
@@ -315,12 +315,8 @@ def new_call(kind, counts, config, head_dim):
         tensors = *packed, edges, edges, LONGEST, LONGEST
         return lambda: s2o_attention_varlen(*tensors, config, **options)
     if kind == "unaligned":
-        q = (
-            torch.empty(q.numel() + 1, dtype=DTYPE, device=DEVICE)[1:]
-            .view(q.transpose(1, 2).shape)
-            .transpose(1, 2)
-            .copy_(q)
-        )
+        memory = torch.empty(q.numel() + 1, dtype=DTYPE, device=DEVICE)
+        q = memory[1:].view(q.transpose(1, 2).shape).transpose(1, 2).copy_(q)
     if kind == "filled up":
         q, k, v = (tensor[..., :48].contiguous() for tensor in (q, k, v))
     options |= {"sinks": torch.randn(HEADS, device=DEVICE).to(DTYPE)} if kind == "sinks" else {}

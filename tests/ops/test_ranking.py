@@ -15,12 +15,11 @@ from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.rank.scores import score
 from s2o_runtime.kernels.rank.tail import EDGES, sum_tails
 from s2o_runtime.reference.ranking import log_weights, make_representatives
-from support.kernels import ON_GPU, TILE, call_of, inputs, prefix_of, starts_of
-from support.marks import INTERPRETED, all_but_first
+from support.kernels import TILE, call_of, inputs, prefix_of, starts_of
+from support.marks import COMPILED, INTERPRETED, all_but_first
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
-COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs a compiled kernel")
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 

@@ -93,10 +93,6 @@ def examples(count):
     return settings(max_examples=count, derandomize=True, deadline=None)
 
 
-def density_of(visited, case, q, k, v, kv_start):
-    return measure_density(visited, case.config, call_shape(q, k, v), kv_start)
-
-
 PADDED = LayerConfig((HeadConfig(0.4, 64, tail="mean"),), TileConfig(64, 32, 1))  # whose first segment is padding only
 
 
@@ -112,7 +108,7 @@ def test_the_reference_is_the_naive_loops(case, paper_literal):
     torch.testing.assert_close(out, expected, **EXACT)
     torch.testing.assert_close(lse, logs, **EXACT)
     if not paper_literal and causal:
-        density = density_of(visited, case, q, k, v, options["kv_start"])
+        density = measure_density(visited, case.config, call_shape(q, k, v), options["kv_start"])
         torch.testing.assert_close(density, torch.tensor(pairs).double() / causal, rtol=1e-12, atol=0)
 
 

@@ -15,12 +15,11 @@ from s2o_runtime.kernels.prefill import run_prefill
 from s2o_runtime.kernels.trace import STRIDES, trace
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.tiles import list_candidate_tiles
-from support.kernels import DTYPE, ON_GPU, TILE, call_of, inputs
-from support.marks import INTERPRETED, pairwise
+from support.kernels import DTYPE, TILE, call_of, inputs
+from support.marks import COMPILED, INTERPRETED, pairwise
 
 SLOW = pytest.mark.slow(reason="runs the kernels in Triton's interpreter at every threshold and spacing")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further settings of that, half a minute each")
-COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
 CHECKED = replace(TILE, chunk=1)
 SOME_TAUS = [0.01, 2.0, 0.3, 50.0]
 

@@ -125,13 +125,6 @@ def test_the_record_says_that_nothing_is_proven(recipe, old, tmp_path):
     assert again.record["recipe"] == before.recipe
 
 
-def change_record(recipe, path, record):
-    """The calibrated profile with another record."""
-    profile = load_profile(recipe.out)
-    save_profile(replace(profile, record=profile.record | record), path)
-    return path
-
-
 @SLOW
 def test_a_budget_of_answers_is_measured_and_not_predicted(recipe, old, tmp_path):
     command = "s2o-calibrate --model demo --budget-kl 0.002 --lengths 512,1024"
@@ -180,7 +173,8 @@ def test_a_journal_or_a_record_that_does_not_do_is_one_sentence(journal, record,
     path = tmp_path / "some.sqlite"
     shutil.copy(recipe.journal_path, path)
     journal(path)
-    profile = change_record(recipe, tmp_path / "old.safetensors", record)
+    profile = tmp_path / "old.safetensors"
+    save_profile(replace(old, record=old.record | record), profile)
     with pytest.raises(InputError, match=message) as raised:
         rebudget(profile, Budget("mse", 5e-5), tmp_path / "new.safetensors", path)
     assert str(raised.value).count("\n") == 0

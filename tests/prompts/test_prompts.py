@@ -200,10 +200,6 @@ def test_found_text_is_split_without_overlap_and_suffices_as_far_as_the_docs_say
         assert total > count * length * characters, purpose
 
 
-def passages(text, length=100):
-    return {text[start : start + length] for start in range(0, len(text) - length, length // 2)}
-
-
 @pytest.mark.parametrize("domain", [*GENERATED, *COMPOSED])
 def test_generated_text_repeats_no_passage(domain):
     """No text holds 150 characters of one before it, but the licences at the head of code files that it may quote."""
@@ -218,7 +214,8 @@ def test_generated_text_repeats_no_passage(domain):
     for number, text in enumerate(texts):
         assert len(text) > 50
         others = "\0".join(texts[:number])
-        repeated = [passage for passage in passages(text) if passage in others and "---" not in passage]
+        passages = {text[start : start + 100] for start in range(0, len(text) - 100, 50)}
+        repeated = [passage for passage in passages if passage in others and "---" not in passage]
         assert len(repeated) <= (len(text) // 1000 if domain in COMPOSED else 0), (domain, repeated)
 
 

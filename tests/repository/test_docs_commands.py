@@ -55,10 +55,6 @@ def runs_here(command):
     return command.needs is None and command.words[0] in (*PROGRAMS, "s2o-run")
 
 
-def pages_with(condition):
-    return [path for path in PAGES if any(map(condition, commands_of(path)))]
-
-
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """A folder with two profiles of the demo model, the journal of one, and a program that loads it."""
@@ -89,7 +85,7 @@ def shortened(words):
 @pytest.mark.exhaustive(
     reason="calibrates and proves on the demo model; the parsers read the same commands in test_docs.py"
 )
-@pytest.mark.parametrize("path", pages_with(runs_here), ids=name_of)
+@pytest.mark.parametrize("path", [path for path in PAGES if any(map(runs_here, commands_of(path)))], ids=name_of)
 def test_commands_run(path, calibrated, tmp_path, monkeypatch):
     folder = tmp_path / "reader"
     shutil.copytree(calibrated, folder)

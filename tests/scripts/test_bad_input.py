@@ -22,7 +22,6 @@ CASES = [
     (first_token, f"--profile {DEMO_PROFILE} --repeats 3", "--repeats is 3: use at least 5"),
     (agent_trace, "--lengths 16384,18000", "use two --lengths, 4096 or more apart, and a --limit and a --rate above 0"),
     (methods, "--lengths 256 --methods quantum", "setting 'quantum' has 'quantum'"),
-    (methods, "--lengths 256 --methods dense --data nothing.safetensors", "nothing.safetensors"),
     (prefill, "--models quantum", "model 'quantum' is not known"),
 ]
 

@@ -5,7 +5,6 @@ import shlex
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from calibrate.search.dense_kernels import attend_in_parts
 from s2o_runtime.attention.api import s2o_attention
@@ -36,11 +35,11 @@ def qkv():
     return q + k[:, :1], k, v  # some keys weigh more than others
 
 
-@pytest.fixture(scope="module")
-def arguments(qkv, tmp_path_factory):
-    file = tmp_path_factory.mktemp("bench") / "qkv.safetensors"
-    save_file({f"{layer}.{name}": x.clone() for layer in (0, 1) for name, x in zip("qkv", qkv, strict=True)}, file)
-    return f"--data {file} --device cpu --rounds 1 --error-rows {LENGTH}".split()
+@pytest.fixture(scope="module", autouse=True)
+def _model_of_two_layers(qkv):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "model_qkv", lambda *_: [qkv, qkv])
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +59,10 @@ def run(out, *arguments):
 
 
 @pytest.fixture(scope="module")
-def entry(arguments, profile, tmp_path_factory):
+def entry(profile, tmp_path_factory):
     flags = f"--methods dense {PBS} {V2} {S2O} --profile {profile} --lengths {LENGTH} --errors 0.5,9"
-    flags += f" --chunks {CHUNK},{LENGTH} --turns {TURN}"
-    return run(tmp_path_factory.mktemp("out") / "out.json", *arguments, *flags.split())
+    flags += f" --chunks {CHUNK},{LENGTH} --turns {TURN} --device cpu --rounds 1 --error-rows {LENGTH}"
+    return run(tmp_path_factory.mktemp("out") / "out.json", *flags.split())
 
 
 def key_of(text):
@@ -107,7 +106,7 @@ def test_times_are_of_all_layers_and_selecting_is_part_of_them(entry):
 
 @pytest.mark.parametrize("turn", [None, TURN])
 @pytest.mark.parametrize("key", [key_of(V2), (ONE_SETTING, S2O), CALIBRATED_KEY], ids=lambda key: key[0])
-def test_the_command_of_a_row_measures_it_again(entry, arguments, key, turn, tmp_path):
+def test_the_command_of_a_row_measures_it_again(entry, key, turn, tmp_path):
     row = by_key(entry.chunked, turn)[key]
     python, flag, module, *words = shlex.split(row.command)
     assert (python, flag, module) == ("python", "-m", bench.NAME)

@@ -113,17 +113,6 @@ def test_few_bounds_stand_for_all_lengths():
     assert len({round_up_length(length) for length in range(8193, 131073)}) == 4 * 16
 
 
-@pytest.fixture(params=ENGINES)
-def made(request):
-    """Makes an engine for a profile of two layers, the second of which is dense."""
-
-    def make(profile=None, max_keys=2048, **options):
-        server = FakeServer(profile or two_layers(), Rank(), "cpu", max_keys)
-        return ENGINES[request.param](server, **options)
-
-    return make
-
-
 def dense_reason(queries, keys, length):
     """The rules of `two_layers` for some rows of a request, up to the first comma of their sentence."""
     if queries == 1:

@@ -13,27 +13,10 @@ from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, check_close, two_layers
 
-FP8 = torch.float8_e4m3fn
-NAMES = {"vllm": "fp8", "sglang": "float8_e4m3fn"}
 
-
-@pytest.fixture(params=ENGINES)
-def of_fp8(request):
-    """Makes an engine with an fp8 cache, whose layers have not been tested."""
-
-    def make(made_for="fp8"):
-        profile = replace(two_layers(), record={"recipe": {"kv_cache_dtype": made_for}})
-        server = FakeServer(profile, Rank(), "cpu", 2048, tested=False)
-        engine = ENGINES[request.param](server, kv_cache_dtype=NAMES[request.param])
-        if request.param == "sglang":
-            engine.pool.k, engine.pool.v = engine.pool.k.to(FP8), engine.pool.v.to(FP8)
-        return engine
-
-    return make
-
-
-def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(of_fp8):
-    engine = of_fp8()
+def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(made):
+    profile = replace(two_layers(), record={"recipe": {"kv_cache_dtype": "fp8"}})
+    engine = made(profile, tested=False, kv_cache_dtype="fp8")
     first, second = engine.add(300), engine.add(305)
     engine.outputs([(first, 300)])
     layer = engine.server.fit.layers[0]

@@ -7,31 +7,15 @@ from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving import attend as self_test
 from s2o_runtime.serving.attend import FEWEST_ROWS
-from s2o_runtime.serving.fit import TEST_KEYS, Rank
-from support.engines import ENGINES
-from support.fake_server import FakeServer
+from s2o_runtime.serving.fit import TEST_KEYS
 from support.server_batches import alone, check_close, dense, two_layers
 
 UNTESTED = DenseReason.UNTESTED
 ON_CPU = ("s2o", "reference backend")
 
 
-@pytest.fixture(params=ENGINES)
-def untested(request):
-    """Makes an engine whose layers have not been tested, for a profile or a server."""
-
-    def make(profile=None, server=None):
-        return ENGINES[request.param](server or served(profile or two_layers()))
-
-    return make
-
-
-def served(profile):
-    return FakeServer(profile, Rank(), "cpu", 2048, tested=False)
-
-
-def test_a_layer_is_dense_until_a_prompt_has_tested_it(untested):
-    engine = untested()
+def test_a_layer_is_dense_until_a_prompt_has_tested_it(made):
+    engine = made(tested=False)
     first, second = engine.add(TEST_KEYS + 50), engine.add(300)
     check_close(engine.outputs([(first, TEST_KEYS + 50)]), dense(first, TEST_KEYS + 50))
     layer = engine.server.fit.layers[0]
@@ -42,9 +26,9 @@ def test_a_layer_is_dense_until_a_prompt_has_tested_it(untested):
     assert engine.counted() == {("dense", UNTESTED): TEST_KEYS + 50, ON_CPU: 300}
 
 
-def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(untested):
+def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(made):
     """If a layer could be sparse but cannot be tested, it is dense all the same."""
-    engine = untested()
+    engine = made(tested=False)
     short, chunked = engine.add(TEST_KEYS - 1), engine.add(TEST_KEYS + FEWEST_ROWS)
     engine.outputs([(short, TEST_KEYS - 1)])
     assert not engine.server.fit.layers[0].tested
@@ -53,9 +37,9 @@ def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(untes
     assert engine.server.fit.layers[0].tested  # by that chunk
 
 
-def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(untested):
+def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(made):
     """So that the first long one is sparse."""
-    engine = untested(two_layers(lengths=(512, 1024)))
+    engine = made(two_layers(lengths=(512, 1024)), tested=False)
     short, long = engine.add(TEST_KEYS), engine.add(600)
     engine.outputs([(short, TEST_KEYS)])
     engine.outputs([(long, 600)])
@@ -71,10 +55,10 @@ def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(untested):
     ],
     ids=["other heads", "one head", "not a number"],
 )
-def test_a_layer_whose_output_differs_stays_dense(wrong, heads, untested, monkeypatch, caplog):
+def test_a_layer_whose_output_differs_stays_dense(wrong, heads, made, monkeypatch, caplog):
     right = self_test.s2o_attention_paged
     monkeypatch.setattr(self_test, "s2o_attention_paged", lambda *args, **named: wrong(right(*args, **named)))
-    engine = untested()
+    engine = made(tested=False)
     first, second = engine.add(300), engine.add(300)
     engine.outputs([(first, 300)])
     engine.server.counters = Counters()

@@ -154,7 +154,9 @@ class FakeEngine(Requests):
     page_size: int = 1
 
     def __post_init__(self) -> None:
-        self.pool = Pool(self.slots, *self.sizes[1:], dtype=self.dtype, device=self.device)
+        name = self.kv_cache_dtype or "bfloat16"
+        kv_cache_dtype, dtype = ("float8_e4m3fn", torch.float8_e4m3fn) if name == "fp8" else (name, self.dtype)
+        self.pool = Pool(self.slots, *self.sizes[1:], dtype=dtype, device=self.device)
         self.table = torch.full((16, self.width), NOWHERE, dtype=torch.int32, device=self.device)
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table), token_to_kv_pool=self.pool)
 
@@ -162,7 +164,6 @@ class FakeEngine(Requests):
             self.writes += 1
             self.pool.write(batch, keys, values)
 
-        kv_cache_dtype = self.kv_cache_dtype or "bfloat16"
         api = SglangApi(self.server, self.obstacle, kv_cache_dtype, lambda batch: self.reason, written)
         self.backend: Any = mix_in(Stock, api)(runner)
         self.free = torch.randperm(self.slots).tolist()

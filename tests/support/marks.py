@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
 from s2o_runtime.devices import is_interpreted
 
+COMPILED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs compiled kernels")
 INTERPRETED = pytest.mark.skipif(not is_interpreted(), reason="a GPU is here, so kernels are compiled")
 
 

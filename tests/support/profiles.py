@@ -10,7 +10,6 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry, join_fingerprint
 from s2o_runtime.profile import METADATA_KEY, Profile
-from s2o_runtime.profile.file import _compute_digest
 
 FORMAT = Path(__file__).parents[2] / "s2o_runtime" / "profile" / "FORMAT.md"
 
@@ -25,11 +24,6 @@ def file_of(document, tensors):
     """The bytes of a profile with this document, or text in its place, and these tensors, whatever they are."""
     text = document if isinstance(document, str) else json.dumps(document)
     return save(tensors, metadata={METADATA_KEY: text})
-
-
-def digested(document, tensors):
-    """The bytes of a profile that says this and has not been damaged."""
-    return file_of(document | {"digest": _compute_digest(document, tensors)}, tensors)
 
 
 texts = st.text(max_size=8)
@@ -101,6 +95,3 @@ def leaves(value, path=()):
     """The paths of a document's fields, of objects and of what is in them."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [*([path] if path else []), *(leaf for name, item in inner for leaf in leaves(item, (*path, name)))]
-
-
-foreign_values = json_values | st.floats() | st.sampled_from([10**30, -(2**63), 2**63, "\ud800", "\x00", "x" * 5000])
