@@ -78,7 +78,8 @@ def sum_lines(q: Tensor, k: Tensor, last: int, scale: float) -> tuple[Tensor, Te
         # A row that is n rows before the last moves n keys on: read with one entry less to a row, each begins later.
         # What moves behind the last key is hidden, and so 0.
         padded = F.pad(weights.flip(1), (0, rows))
-        skewed = split(padded.flatten(1)[:, :-rows], 1, padded.shape[2] - 1)
+        entries = padded.flatten(1)[:, :-rows]
+        skewed = split(entries, 1, padded.shape[2] - 1)
         slash.append(skewed.mean(1)[:, : k.shape[2]])
     return torch.stack(vertical, 1), torch.stack(slash, 1)
 
