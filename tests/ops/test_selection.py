@@ -27,7 +27,7 @@ CASES = [  # every setting once, and every method with most shapes
     (parse("flex-prefill:keep=0.4,tau=1,least_keys=65,block=64,first=0"), BATCH),  # all are
     (parse("flex-prefill:keep=0.6,tau=0.21,least_keys=0,block=64"), THREE),
     (parse("flex-prefill:keep=0.4,tau=0.25,least_keys=0,block=64,first=2"), SUFFIX),
-    (parse("flex-prefill:keep=0.4,tau=0.17,least_keys=0"), THREE),
+    (parse("flex-prefill:keep=0.6,tau=0.17,least_keys=0"), THREE),
     (PBS(0.7, 128, 64), MANY),
     (PBS(0.7, 64, 64, first=0), SUFFIX),
     (PBS(0.7, 128, 64), BATCH),
