@@ -94,7 +94,7 @@ def flash_prefill(q, k, s, scale):
 
 
 def flex_prefill_lines(sample, keys, s, scale):
-    """Whether a head is query-aware, its blocks of columns, and those of diagonals by the key that the last query sees.
+    """Return whether a head is query-aware, its blocks of columns, and of diagonals by the key the last query sees.
 
     sample: the last queries [n, D]; keys [L, D].
     """

@@ -25,7 +25,7 @@ def select(q: Tensor, k: Tensor, settings: FlexPrefill, *, scale: float) -> Sele
         q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
         scale: multiplies the scores.
 
-    Source: FlexPrefill, Algorithms 1 to 4.
+    Source: FlexPrefill, the choice of a head's pattern, and for each pattern the choice of what is computed.
     """
     block, group = settings.block, q.shape[1] // k.shape[1]
     grid = Grid.plain(q, k, block, block)
@@ -37,12 +37,14 @@ def select(q: Tensor, k: Tensor, settings: FlexPrefill, *, scale: float) -> Sele
     vertical, slash = sum_lines(q, k, block, scale)
     sample_mean = q[:, :, -block:].mean(2, keepdim=True, dtype=q_means.dtype)
     every_head = of_query_heads(k_means, group, slice(None))
-    estimated = weigh_by_means(sample_mean, every_head, scale, candidates[-1:])  # whose row block sees all, as they do
+    # the last row block sees every key block, as the sample does
+    estimated = weigh_by_means(sample_mean, every_head, scale, candidates[-1:])
     distance = measure_distance(estimated[:, :, 0], sum_blocks(vertical, block))
     query_aware = distance < settings.tau
     columns = choose_blocks(vertical, query_aware, column < settings.first, settings)
     diagonals = choose_blocks(slash, query_aware, column == grid.columns - 1, settings)
-    # diagonals are named by the last row block; in another one they pass as many key blocks before its last one
+    # Diagonals are named by the key blocks that they pass in the last row block. In any row block a diagonal passes the
+    # key block that is as many before the last visible one.
     diagonal = (column + grid.columns - visible).clamp_max(grid.columns - 1)
 
     def wanted(part: slice) -> Tensor:
