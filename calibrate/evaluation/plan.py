@@ -40,7 +40,7 @@ RULES = {
     "tail": Rule(str),
 }
 EXAMPLE = "tau=0.3,segment=1024,representatives=16,tail=mean"
-BASELINES = ("flash-prefill", "flash-prefill-v2", "pbs", "sparge", "xattention")
+BASELINES = ("flash-prefill", "flash-prefill-v2", "flex-prefill", "pbs", "sparge", "xattention")
 REPOSITORY = Path(__file__).resolve().parents[2]  # of a clone
 CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every legal segment
 

@@ -65,6 +65,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a 
     "s2o": (tuple(f"tau={{:g}},segment={of},tail=mean" for of in ("1024", "512,representatives=16")), TAUS),
     "flash-prefill": (("flash-prefill:alpha={:g}",), ALPHAS),
     "flash-prefill-v2": (("flash-prefill-v2:alpha={:g}", "flash-prefill-v2:alpha={:g},last=0,dense_layers=0"), ALPHAS),
+    "flex-prefill": (("flex-prefill:keep={:g}", "flex-prefill:keep={:g},least_keys=128"), KEEPS),
     "pbs": (("pbs:keep={:g}",), KEEPS),
     "sparge": (("sparge:keep={:g},first=1", "sparge:keep={:g},similarity=0.2,first=1"), KEEPS),
     "xattention": (("xattention:keep={:g},first=1",), KEEPS),

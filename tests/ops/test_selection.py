@@ -23,6 +23,11 @@ CASES = [  # every setting once, and every method with most shapes
     (FlashPrefillV2(0.5, 64, first=0, window=0, last=0), SUFFIX),
     (FlashPrefillV2(0.3, 64, first=0, window=1, last=2), THREE),
     (FlashPrefillV2(0.5, 64, window=1, last=0, correct=False), BATCH),
+    (parse("flex-prefill:keep=0.5,tau=0,least_keys=0,block=64"), MANY),  # no head is query-aware
+    (parse("flex-prefill:keep=0.4,tau=1,least_keys=65,block=64,first=0"), BATCH),  # all are
+    (parse("flex-prefill:keep=0.6,tau=0.21,least_keys=0,block=64"), THREE),
+    (parse("flex-prefill:keep=0.4,tau=0.25,least_keys=0,block=64,first=2"), SUFFIX),
+    (parse("flex-prefill:keep=0.6,tau=0.17,least_keys=0"), THREE),
     (PBS(0.7, 128, 64), MANY),
     (PBS(0.7, 64, 64, first=0), SUFFIX),
     (PBS(0.7, 128, 64), BATCH),
@@ -38,6 +43,7 @@ CASES = [  # every setting once, and every method with most shapes
 LOOPS = {
     "flash-prefill": references.flash_prefill,
     "flash-prefill-v2": references.flash_prefill,
+    "flex-prefill": references.flex_prefill,
     "pbs": references.pbs,
     "sparge": references.sparge,
     "xattention": references.xattention,
@@ -93,6 +99,8 @@ def test_selection_and_attention_are_the_papers(settings, shape):
     [
         FlashPrefill(0.0, 64, first=0, window=0, last=0),
         FlashPrefillV2(0.0, 64, first=0, window=0, last=0),
+        parse("flex-prefill:keep=1,tau=0,least_keys=0,block=64"),
+        parse("flex-prefill:keep=1,tau=1,least_keys=0,block=64"),
         PBS(1.0, 128, 64),
         Sparge(1.0),
         Antidiagonal(1.0),
@@ -109,7 +117,8 @@ def test_everything_kept_is_dense(shape, settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [PBS(0.7, 128, 64), FlashPrefill(0.5, 64), FlashPrefillV2(0.5, 64, last=1), Sparge(0.6, 0.38), Antidiagonal(0.6)],
+    [PBS(0.7, 128, 64), FlashPrefill(0.5, 64), FlashPrefillV2(0.5, 64, last=1), Sparge(0.6, 0.38), Antidiagonal(0.6)]
+    + [parse("flex-prefill:keep=0.5,tau=0.2,least_keys=0,block=64")],
     ids=lambda settings: settings.name,
 )
 def test_small_chunks_change_nothing(settings, monkeypatch):
@@ -132,6 +141,18 @@ def test_the_mean_of_a_pruned_block_stands_for_its_keys():
     dropped, same = baseline_attention(q, k, v, replace(settings, correct=False))
     assert torch.equal(same.counts, stats.counts)
     assert float((dropped - out).abs().max()) > 0.01
+
+
+def test_heads_of_flex_prefill_take_the_form_that_fits_them():
+    """Of the query heads of a KV head a uniform one goes by means, one that attends to one key by its stripe."""
+    q, k = torch.zeros(1, 2, 640, 16).double(), torch.zeros(1, 1, 640, 16).double()
+    q[0, 1, :, 0] = k[0, 0, 202, 0] = 10.0
+    chosen = listed(select(q, k, parse("flex-prefill:keep=0.55,least_keys=64,block=64")))
+    # the first rows of blocks have the heaviest pairs of a uniform map; later ones have the first block and their own
+    assert [len(chosen[0, 0, i][0]) for i in (0, 1, 2, 3, 4, 6, 7, 8, 9)] == [1, 2, 3, 4, 5, 2, 2, 2, 2]
+    chosen = listed(select(q, k, parse("flex-prefill:keep=0.55,least_keys=128,block=64")))
+    # block 3 has the key, and the heaviest diagonals pass it from the last rows and so lie 6 blocks back
+    assert [chosen[0, 1, i][0] for i in range(10)] == [sorted({0, 3, i, i - 6} & {*range(i + 1)}) for i in range(10)]
 
 
 @pytest.mark.parametrize("settings", [*(kind() for kind in BASELINES.values()), PBS(0.7, 64, 64)])

@@ -10,12 +10,6 @@ import math
 import torch
 
 
-def positions(q, k, block_m, i):
-    """(first, last) position of row block i."""
-    q_len, kv_len = q.shape[2], k.shape[2]
-    return kv_len - q_len + i * block_m, kv_len - q_len + min((i + 1) * block_m, q_len) - 1
-
-
 def key_blocks(k, block_n, first, last, unit=None):
     """(seen whole by all rows, seen in part by some) of a row block."""
     unit = unit or block_n
@@ -29,11 +23,13 @@ def key_blocks(k, block_n, first, last, unit=None):
     return full, touched
 
 
-def every_block(q, k, block_m):
-    """(batch, head, row block, KV head)"""
-    batch, heads, q_len, _ = q.shape
+def every_block(q, k, block_m, block_n, unit=None):
+    """(batch, head, row block, KV head, key blocks seen whole by all rows, key blocks seen in part by some)"""
+    (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
     for b, h, i in itertools.product(range(batch), range(heads), range(math.ceil(q_len / block_m))):
-        yield b, h, i, h // (heads // k.shape[1])
+        first = kv_len - q_len + i * block_m
+        last = min(first + block_m, kv_len) - 1
+        yield b, h, i, h // (heads // k.shape[1]), *key_blocks(k, block_n, first, last, unit)
 
 
 def softmax(scores):
@@ -43,11 +39,23 @@ def softmax(scores):
     return {key: weight / total for key, weight in weights.items()}
 
 
+def softmax_of_means(rows, keys, blocks, block_n, scale):
+    """The softmax of scores of mean rows and mean keys over some blocks of keys."""
+    return softmax({j: scale * float(rows.mean(0) @ keys.split(block_n)[j].mean(0)) for j in blocks})
+
+
+def last_weights(sample, keys, scale):
+    """The attention of the last queries [n, D] to the keys [L, D]: [n, L]."""
+    weights = (sample @ keys.T * scale).exp().tril(len(keys) - len(sample))
+    return weights / weights.sum(1, keepdim=True)
+
+
 def heaviest(weights, keep):
     """The fewest entries, heaviest first, until their sum reaches `keep` of the whole."""
     if keep == 1.0:
         return set(weights)
-    chosen, reached, total = set(), 0.0, sum(weights.values())
+    chosen, reached = set(), 0.0
+    total = sum(weights.values())
     for key in sorted(weights, key=lambda key: -weights[key]):
         if reached >= keep * total:
             break
@@ -78,34 +86,69 @@ def flash_prefill(q, k, s, scale):
                 if (j + 1) * s.block - 1 <= offset + row:
                     weights[j] = weights.get(j, 0.0) + math.exp(scale * float(q[b, head, row] @ mean))
         chosen = {j for j in weights if weights[j] >= s.alpha * max(weights.values())}
-        chosen |= set(touched) | set(full[: s.first]) | {j for j in seen if j > seen[-1] - s.window}
+        chosen |= set(touched + full[: s.first]) | {j for j in seen if j > seen[-1] - s.window}
         if i >= row_blocks - s.last:
             chosen |= set(seen)
         selected[b, h, i] = sorted(chosen), None
     return selected
 
 
+def flex_prefill_lines(sample, keys, s, scale):
+    """Return whether a head is query-aware, its blocks of columns, and of diagonals by the key the last query sees.
+
+    sample: the last queries [n, D]; keys [L, D].
+    """
+    n = len(sample)
+    weights = last_weights(sample, keys, scale) / n
+    columns = weights.sum(0)
+    diagonals = torch.stack([weights.diagonal(key - n + 1).sum() for key in range(len(keys))])
+    means = torch.stack([block.mean(0) for block in keys.split(s.block)])
+    estimated = (means @ sample.mean(0) * scale).softmax(0)
+    sums = [torch.bincount(torch.arange(len(keys)) // s.block, line) for line in (columns, diagonals)]
+    middle = (estimated + sums[0]) / 2
+    divergence = sum(p @ (p / middle).log() / 2 for p in (estimated, sums[0]))
+    query_aware = divergence.sqrt() < s.tau
+    sums[0][: s.first] = sums[1][-1] = math.inf
+    least = max(math.ceil(s.least_keys / s.block), s.first)
+    chosen = []
+    for line, weight in zip((columns, diagonals), sums, strict=True):
+        count = len(heaviest(dict(enumerate(line.tolist())), s.keep)) // s.block + 1
+        order = weight.argsort(descending=True).tolist()
+        chosen.append(order[: least if query_aware else max(count, least)])
+    return query_aware, *chosen
+
+
+def flex_prefill(q, k, s, scale):
+    selected = {}
+    maps = {}
+    for b, h, i, u, full, touched in every_block(q, k, s.block, s.block):
+        weights = softmax_of_means(q[b, h].split(s.block)[i], k[b, u], full + touched, s.block, scale)
+        maps.setdefault((b, h), {}).update({(i, j): weight for j, weight in weights.items()})
+    for b, h, i, u, full, touched in every_block(q, k, s.block, s.block):
+        query_aware, columns, diagonals = flex_prefill_lines(q[b, h, -s.block :], k[b, u], s, scale)
+        by_means = heaviest(maps[b, h], s.keep) if query_aware else ()
+        behind = (k.shape[2] - 1) // s.block - touched[-1]
+        chosen = {j for j in full if j in columns or j + behind in diagonals or (i, j) in by_means}
+        selected[b, h, i] = sorted(chosen) + touched, None
+    return selected
+
+
 def pbs(q, k, s, scale):
-    q_len, kv_len = q.shape[2], k.shape[2]
+    kv_len = k.shape[2]
     group = q.shape[1] // k.shape[1]
     orders, moved_keys = {}, k.clone()
     for b, u in itertools.product(range(k.shape[0]), range(k.shape[1])):
-        importance = torch.zeros(kv_len, dtype=k.dtype)
-        for h, row in itertools.product(range(u * group, (u + 1) * group), range(max(0, q_len - s.block), q_len)):
-            seen = kv_len - q_len + row + 1
-            importance[:seen] += (scale * k[b, u, :seen] @ q[b, h, row]).softmax(0)
+        samples = q[b, u * group : (u + 1) * group, -s.block :]
+        importance = sum(last_weights(sample, k[b, u], scale).sum(0) for sample in samples)
         order = list(range(kv_len))
         for begin in range(0, kv_len - s.segment + 1, s.segment):
             segment = slice(begin, begin + s.segment)
             order[segment] = sorted(order[segment], key=lambda t: -float(importance[t]))
         orders[b, u], moved_keys[b, u] = order, k[b, u, order]
     selected = {}
-    for b, h, i, u in every_block(q, k, s.block):
-        full, touched = key_blocks(k, s.block, *positions(q, k, s.block, i), s.segment)
-        mean_q = q[b, h, i * s.block : (i + 1) * s.block].mean(0)
-        means = {j: moved_keys[b, u, j * s.block : (j + 1) * s.block].mean(0) for j in full}
-        scores = {j: scale * float(mean_q @ mean) for j, mean in means.items()}
-        chosen = heaviest(softmax(scores), s.keep) | set(full[: s.first]) | set(touched)
+    for b, h, i, u, full, touched in every_block(q, k, s.block, s.block, s.segment):
+        weights = softmax_of_means(q[b, h].split(s.block)[i], moved_keys[b, u], full, s.block, scale)
+        chosen = heaviest(weights, s.keep) | set(touched + full[: s.first])
         selected[b, h, i] = sorted(chosen), orders[b, u]
     return selected
 
@@ -118,14 +161,12 @@ def self_similarity(rows):
 
 def sparge(q, k, s, scale):
     selected = {}
-    for b, h, i, u in every_block(q, k, s.block):
-        full, touched = key_blocks(k, s.block_k, *positions(q, k, s.block, i))
-        rows = q[b, h, i * s.block : (i + 1) * s.block]
-        keys = {j: k[b, u, j * s.block_k : (j + 1) * s.block_k] for j in full + touched}
+    for b, h, i, u, full, touched in every_block(q, k, s.block, s.block_k):
+        rows = q[b, h].split(s.block)[i]
+        keys = {j: k[b, u].split(s.block_k)[j] for j in full + touched}
         different = {j for j in keys if self_similarity(keys[j]) < s.similarity}
-        scores = {j: scale * float(rows.mean(0) @ keys[j].mean(0)) for j in keys if j not in different}
-        chosen = heaviest(softmax(scores), s.keep) | different | set(touched)
-        chosen |= set(range(s.first)) & set(keys)
+        weights = softmax_of_means(rows, k[b, u], set(keys) - different, s.block_k, scale)
+        chosen = heaviest(weights, s.keep) | different | set(touched + full[: s.first])
         if self_similarity(rows) < s.similarity:
             chosen |= set(keys)
         selected[b, h, i] = sorted(chosen), None
@@ -136,9 +177,7 @@ def xattention(q, k, s, scale):
     q_len, kv_len = q.shape[2], k.shape[2]
     offset, stride = kv_len - q_len, s.stride
     selected = {}
-    for b, h, i, u in every_block(q, k, s.block):
-        first, last = positions(q, k, s.block, i)
-        full, touched = key_blocks(k, s.block, first, last)
+    for b, h, i, u, full, touched in every_block(q, k, s.block, s.block):
         mass = dict.fromkeys(full + touched, 0.0)
         for begin in range(i * s.block, min((i + 1) * s.block, q_len), stride):
             scores = {}
@@ -151,7 +190,7 @@ def xattention(q, k, s, scale):
             for key, weight in softmax(scores).items():
                 if key // s.block in mass:
                     mass[key // s.block] += weight
-        chosen = heaviest(mass, s.keep) | set(touched) | set(range(s.first)) & set(mass)
+        chosen = heaviest(mass, s.keep) | set(touched + full[: s.first])
         selected[b, h, i] = sorted(chosen), None
     return selected
 
@@ -178,15 +217,16 @@ def flash_prefill_v2_attention(q, k, v, selected, s, scale):
 
 def attention(q, k, v, selected, block_m, block_n, scale):
     """(output, pairs of each head) over a selection, float64, one row block at a time."""
-    out, pairs = torch.zeros_like(q), [0] * q.shape[1]
+    out = torch.zeros_like(q)
+    pairs = [0] * q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
     for (b, h, i), (blocks, order) in selected.items():
         u = h // (q.shape[1] // k.shape[1])
         places = [t for j in blocks for t in range(j * block_n, min((j + 1) * block_n, kv_len))]
         keys = [order[t] for t in places] if order else places
-        members = list(range(i * block_m, min((i + 1) * block_m, q_len)))
-        scores = (q[b, h, members] @ k[b, u, keys].T) * scale
-        scores[torch.tensor(keys)[None, :] > kv_len - q_len + torch.tensor(members)[:, None]] = -math.inf
+        members = torch.arange(q_len)[i * block_m : (i + 1) * block_m]
+        scores = q[b, h, members] @ k[b, u, keys].T * scale
+        scores[torch.tensor(keys) > kv_len - q_len + members[:, None]] = -math.inf
         pairs[h] += int((scores > -math.inf).sum())
         out[b, h, members] = scores.softmax(1) @ v[b, u, keys]
     return out, pairs

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scripts.bench.baselines.pooling import block_means, heaviest_by_means
+from scripts.bench.baselines.pooling import block_means, heaviest_by_means, weigh_last_queries
 from scripts.bench.baselines.selection import Grid, Selection, of_query_heads, score_type, select_blocks, split
 from scripts.bench.baselines.settings import PBS
 
@@ -51,16 +51,10 @@ def last_block_scores(q: Tensor, k: Tensor, block: int, scale: float) -> Tensor:
     Returns:
         float32 (float64 for float64) [B, Hkv, Lk].
     """
-    (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
-    last = min(block, q_len)
-    scores = torch.zeros(batch, kv_heads, kv_len, dtype=score_type(q.dtype), device=q.device)
-    corner = torch.ones(last, last, dtype=torch.bool, device=q.device).triu_(1)
-    for head in range(heads):
-        kv_head = head // (heads // kv_heads)
-        raw = q[:, head, q_len - last :] @ k[:, kv_head].transpose(1, 2)
-        weights = raw.to(scores.dtype).mul_(scale)
-        weights[..., kv_len - last :].masked_fill_(corner, float("-inf"))
-        scores[:, kv_head] += weights.softmax(-1).mean(1)  # a sum orders keys as the mean would
+    scores = torch.zeros(k.shape[:3], dtype=score_type(q.dtype), device=q.device)
+    for head in range(q.shape[1]):
+        weights = weigh_last_queries(q, k, head, block, scale)
+        scores[:, head // (q.shape[1] // k.shape[1])] += weights.mean(1)  # a sum orders keys as the mean would
     return scores
 
 

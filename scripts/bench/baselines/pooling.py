@@ -38,10 +38,40 @@ def heaviest_by_means(q_mean: Tensor, k_mean: Tensor, scale: float, candidates: 
     Returns:
         bool [B, n, row blocks, key blocks].
     """
-    scores = (q_mean @ k_mean.transpose(2, 3)).mul_(scale)
+    return top_share(weigh_by_means(q_mean, k_mean, scale, candidates), keep, candidates)
+
+
+def weigh_by_means(q_mean: Tensor, k_mean: Tensor, scale: float, candidates: Tensor) -> Tensor:
+    """Return the softmax of pooled scores over the candidates, [..., row blocks, key blocks].
+
+    Args:
+        q_mean: [..., row blocks, D]; k_mean: [..., key blocks, D].
+        scale, candidates: as for `heaviest_by_means`.
+    """
+    scores = (q_mean @ k_mean.transpose(-2, -1)).mul_(scale)
     weights = scores.masked_fill_(~candidates, float("-inf")).softmax(-1)
-    weights = weights.masked_fill_(~candidates, 0.0)  # a row without candidates is NaN
-    return top_share(weights, keep, candidates)
+    return weights.masked_fill_(~candidates, 0.0)  # a row without candidates is NaN
+
+
+def weigh_last_queries(q: Tensor, k: Tensor, head: int, last: int, scale: float) -> Tensor:
+    """Compute the attention weights of the last queries of one head.
+
+    Args:
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D].
+        head: of the query heads.
+        last: how many queries, or all where there are fewer.
+        scale: multiplies the scores.
+
+    Returns:
+        float32 (float64 for float64) [B, rows, Lk].
+    """
+    queries = q[:, head, -last:]
+    keys = k[:, head // (q.shape[1] // k.shape[1])]
+    scores = (queries @ keys.transpose(1, 2)).to(score_type(q.dtype)).mul_(scale)
+    rows = queries.shape[1]
+    corner = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
+    scores[..., -rows:].masked_fill_(corner, float("-inf"))
+    return scores.softmax(-1)
 
 
 def pool(x: Tensor, block: int) -> tuple[Tensor, Tensor]:

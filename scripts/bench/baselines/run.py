@@ -13,11 +13,19 @@ from s2o_runtime.devices import find_tensor_obstacle, get_capability, is_interpr
 from s2o_runtime.errors import InputError
 from s2o_runtime.sequences import call_shape, lay_out, needs_gradients
 from s2o_runtime.tiles import MIN_CAPABILITY, get_family
-from scripts.bench.baselines import flash_prefill, pbs, sparge, xattention
+from scripts.bench.baselines import flash_prefill, flex_prefill, pbs, sparge, xattention
 from scripts.bench.baselines.pooling import block_means
 from scripts.bench.baselines.reference import attend_reference
 from scripts.bench.baselines.selection import Grid, Selection
-from scripts.bench.baselines.settings import PBS, Antidiagonal, Baseline, FlashPrefill, FlashPrefillV2, Sparge
+from scripts.bench.baselines.settings import (
+    PBS,
+    Antidiagonal,
+    Baseline,
+    FlashPrefill,
+    FlashPrefillV2,
+    FlexPrefill,
+    Sparge,
+)
 from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS
 
 Backend = Literal["auto", "triton", "reference"]
@@ -25,6 +33,7 @@ HEAD_DIM = BLOCK_SPARSE_HEAD_DIMS[-1]  # the largest of the kernel
 SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the settings; scale by name
     FlashPrefill: flash_prefill.select,
     FlashPrefillV2: flash_prefill.select,
+    FlexPrefill: flex_prefill.select,
     PBS: pbs.select,
     Sparge: sparge.select,
     Antidiagonal: xattention.select,

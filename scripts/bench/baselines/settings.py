@@ -87,6 +87,26 @@ class FlashPrefillV2(FlashPrefill):
 
 
 @dataclass(frozen=True)
+class FlexPrefill(_Settings):
+    """FlexPrefill: columns and diagonals that a sample of queries attends to, or blocks by means over all row blocks.
+
+    Attributes:
+        keep: gamma, the share of the weight that the columns, the diagonals, or the blocks by means hold.
+        tau: a head goes by means where these estimate the sample's attention to blocks within this distance.
+        least_keys: columns, and diagonals, that are at least computed, in whole blocks.
+        block: queries and keys of a block, and queries of the sample.
+        first: blocks at the beginning that are always computed; they count among the columns.
+    """
+
+    name: ClassVar[str] = "flex-prefill"
+    keep: float = validated_field(0.9, SHARE)
+    tau: float = validated_field(0.1, Rule(float, 0.0, 1.0))
+    least_keys: int = validated_field(1024, COUNT)
+    block: int = validated_field(128, BLOCK)
+    first: int = validated_field(1, COUNT)
+
+
+@dataclass(frozen=True)
 class PBS(_Settings):
     """PBS-Attn: keys sorted inside each segment by the attention of the last block of queries, then blocks by means.
 
@@ -148,9 +168,9 @@ class Antidiagonal(_Settings):
     first: int = validated_field(0, COUNT)
 
 
-Baseline = FlashPrefill | FlashPrefillV2 | PBS | Sparge | Antidiagonal
+Baseline = FlashPrefill | FlashPrefillV2 | FlexPrefill | PBS | Sparge | Antidiagonal
 BASELINES: dict[str, type[Baseline]] = {
-    settings.name: settings for settings in (FlashPrefill, FlashPrefillV2, PBS, Sparge, Antidiagonal)
+    settings.name: settings for settings in (FlashPrefill, FlashPrefillV2, FlexPrefill, PBS, Sparge, Antidiagonal)
 }
 
 
