@@ -152,14 +152,19 @@ class ProgressLines:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{format_duration(left)} left"
-        if (run_left := _run.get().estimate_left(None if self._part else left)) is not None:
-            run_left = max(run_left, left or 0.0)
+        if (run_left := _estimate_run_left(left, self._part)) is not None:
             line += f", {format_duration(run_left)} until the end"
             fields["run_seconds_left"] = round(run_left, 1)
         if status := _status.get()():
             line += f"; {status}"
             fields["status"] = status
         emit_line("calibrate.progress", f"{self._description}: {line}", fields)
+
+
+def _estimate_run_left(left: float | None, part: bool) -> float | None:
+    """Return the seconds until the run ends, given what is left of the steps; with `part` of a phase that goes on."""
+    run_left = _run.get().estimate_left(None if part else left)
+    return None if run_left is None else max(run_left, left or 0.0)
 
 
 def format_duration(seconds: float) -> str:
@@ -199,7 +204,7 @@ def show_progress(
                 return
             bar.update(steps)
             rate = bar.format_dict["elapsed"] / max(1, bar.n - bar.initial)
-            run_left = _run.get().estimate_left(None if total is None or part else rate * (total - bar.n))
+            run_left = _estimate_run_left(None if total is None else rate * (total - bar.n), part)
             until_end = "" if run_left is None else f"{format_duration(run_left)} until the end"
             if postfix := ", ".join(filter(None, (text or _status.get()(), until_end))):
                 bar.set_postfix_str(postfix, refresh=False)

@@ -52,7 +52,8 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
         recipe: its budget is a KL.
         default: the budget that is raised to twice the noise where it is below; another one was named by a user.
 
-    Raises ConfigError for a named budget below the noise. On a CPU the noise is not known, which the log says.
+    It is the noise at the shortest length or at the longest, whichever is larger. Raises ConfigError for a named budget
+    below it. On a CPU the noise is not known, which the log says.
     """
     budget, noise = recipe.budget.value, 0.0
     for length in sorted({min(recipe.lengths), max(recipe.lengths)}):  # the longest prompts have the most

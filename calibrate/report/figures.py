@@ -266,18 +266,18 @@ def draw_summary(figure: Figure, report: Report, names: Sequence[str] = ()) -> N
 
 def _draw_gain(axes: Axes, report: Report) -> None:
     """Draw how many times as fast as dense attention is at each length, and a prefill where it was timed."""
-    places = range(len(report.lengths))  # the bars stand side by side, however far apart the lengths are
+    positions = range(len(report.lengths))  # the bars stand side by side, however far apart the lengths are
     timed = None not in [row.attention_seconds for row in report.lengths]
     attention = [row.attention_speedup or 0.0 for row in report.lengths]
     name = "attention" if timed else "attention, predicted"
-    series = [axes.bar(places, attention, -0.4, align="edge" if timed else "center", label=name)]
+    series = [axes.bar(positions, attention, -0.4, align="edge" if timed else "center", label=name)]
     if timed:
         prefill = [row.prefill_speedup or 0.0 for row in report.lengths]
-        series.append(axes.bar(places, prefill, 0.4, align="edge", label="prefill"))
+        series.append(axes.bar(positions, prefill, 0.4, align="edge", label="prefill"))
     for bars in series:
         axes.bar_label(bars, fmt=lambda speedup: format_speedup(speedup or None), fontsize="small")
-    axes.set(xlabel="tokens", ylabel="times as fast as dense", xlim=(-0.6, len(places) - 0.4))
-    axes.set_xticks(places, [str(row.length) for row in report.lengths])
+    axes.set(xlabel="tokens", ylabel="times as fast as dense", xlim=(-0.6, len(positions) - 0.4))
+    axes.set_xticks(positions, [str(row.length) for row in report.lengths])
     _finish_panel(axes, 1.0)
 
 

@@ -33,39 +33,35 @@ def check_publishable(name: str, root: Path, flag: str = "--out-dir") -> str:
     return hub_id
 
 
-def file_profile(profile: Profile, root: Path, name: str | None, folder: str, data: bytes) -> tuple[Path, Profile]:
-    """Write a profile to where `s2o-calibrate` would write it below a folder.
+def rename_model(profile: Profile, name: str) -> Profile:
+    """Return a profile whose model has another name, such as a hub id where it was calibrated from a folder."""
+    recipe = profile.record.get("recipe", {}) | {"model": name}  # which may have been a path on somebody's disk
+    return replace(profile, model_name=name, record={**profile.record, "recipe": recipe})
+
+
+def file_profile(profile: Profile, data: bytes, root: Path, folder: str | None = None) -> Path:
+    """Write a profile's file to where `s2o-calibrate` would write it below a folder, and return its path.
 
     Args:
-        profile: what is written.
+        profile, data: the profile, and the bytes of its file.
         root: a folder, such as a catalogue.
-        name: what its model is called there, such as a hub id where it was calibrated from a folder; None for the name
-            that it has.
-        folder: the folder of the model in `root`; empty for one by the model's name.
-        data: the bytes of its file, which it keeps if it keeps its name; none to write them anew.
-
-    Returns:
-        The file that was written, and the profile in it.
+        folder: the folder of the model in `root`; None for one by the model's name.
 
     Raises:
         InputError: the profile has no budget in its record.
         ConfigError: the file or the card beside it cannot be written, or there is a page that S2O did not write.
     """
-    if name:
-        recipe = profile.record.get("recipe", {}) | {"model": name}  # which may have been a path on somebody's disk
-        profile = replace(profile, model_name=name, record={**profile.record, "recipe": recipe})
-        data = b""
     kind, value, *_ = read_budget(profile.record)
     if kind is None or value is None:
         raise InputError(
             f"the profile of {profile.model_name} does not say what its budget is, which its file in a catalogue is "
             "named by: calibrate it again"
         )
-    copy = place_profile(folder or profile.model_name, profile.device.name, Budget(kind, value), root)
-    check_output("beside the profile,", copy.with_suffix(".md"))
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(copy, data or serialize(profile))
-    return copy, profile
+    path = place_profile(folder or profile.model_name, profile.device.name, Budget(kind, value), root)
+    check_output("beside the profile,", path.with_suffix(".md"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, data)
+    return path
 
 
 def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[str]) -> list[Path]:
@@ -90,7 +86,8 @@ def publish(profile_path: Path, name: str | None, root: Path, tasks: Sequence[st
             raise InputError(
                 f"{path} is of another model ({mismatch} of {profile_path}): give a folder for this model alone"
             )
-    copy, profile = file_profile(profile, root, name, IN_MODEL, b"")
+    profile = rename_model(profile, name)
+    copy = file_profile(profile, serialize(profile), root, IN_MODEL)
     card = copy.with_suffix(".md")
     readme = root / "README.md"
     listed[copy] = profile

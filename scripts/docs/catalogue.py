@@ -20,13 +20,13 @@ from calibrate.evaluation.report import list_ruler
 from calibrate.record import Record, read_record
 from calibrate.report.contents import summarise_profile
 from calibrate.report.page import render_card
-from calibrate.report.publish import file_profile
+from calibrate.report.publish import file_profile, rename_model
 from calibrate.report.sections import format_range, format_speedup
 from calibrate.tables import Markup, Table, escape_markdown, format_markdown
 from s2o_runtime.command_line import OK, get_exit_code, report_failure
 from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
-from s2o_runtime.profile import load_profile
+from s2o_runtime.profile import load_profile, serialize
 from scripts.docs.fields import between
 from scripts.docs.raw import RESULTS, raw
 
@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.profile is not None:
             profile, data = load_profile(arguments.profile), arguments.profile.read_bytes()
-            print("wrote", file_profile(profile, arguments.folder, arguments.name, "", data)[0])
+            if arguments.name is not None:
+                profile = rename_model(profile, arguments.name)
+                data = serialize(profile)
+            print("wrote", file_profile(profile, data, arguments.folder))
         for path, text in overviews(arguments.folder).items():
             write_atomically(path, text.encode())
     except S2OError as error:

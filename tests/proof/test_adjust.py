@@ -94,11 +94,11 @@ def test_any_sequence_of_errors_ends_within_its_tries(length, layer, measured):
     assert all(profile.layer_config(place[1], place[0]) == config for place, config in current.configs.items())
 
 
-@pytest.mark.parametrize("kind", ["mse", "kl"])
+@pytest.mark.parametrize("budget_kind", ["mse", "kl"])
 @pytest.mark.parametrize("length", [512, 768])
-def test_a_layer_whose_first_rows_err_most_looks_further_back_until_they_do_not(length, kind):
+def test_a_layer_whose_first_rows_err_most_looks_further_back_until_they_do_not(length, budget_kind):
     """Heads stay as they are, at a length without curves too, and nothing is beyond the longest."""
-    current = replace(BEGUN, recipe=replace(BEGUN.recipe, budget=Budget(kind, 1e-4)))
+    current = replace(BEGUN, recipe=replace(BEGUN.recipe, budget=Budget(budget_kind, 1e-4)))
     before, error = current.layer_config(1, length), 0.9 * current.limits[length, 1]
     proof = proof_of(error)
     fine, bad = (replace(proof, places=((times * error, 1.0), (error, 1.0))) for times in (FIRST_ROWS, 3.1))
@@ -112,7 +112,7 @@ def test_a_layer_whose_first_rows_err_most_looks_further_back_until_they_do_not(
     assert widen_layer(current.with_share(1, length, 0.0), length, 1, bad) is None
     # what layers spend of a budget of answers was measured on all together, so none is given more alone
     given = adjust_layer(current, 512, 1, proof_of(1e-3 * error))
-    assert (given is None) == (kind == "kl")
+    assert (given is None) == (budget_kind == "kl")
 
 
 @pytest.mark.parametrize(("error", "said"), [(2e-4, "2.00e-04"), (math.nan, "nan")], ids=["over", "nan"])

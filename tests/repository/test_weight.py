@@ -17,7 +17,7 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1839, 9.9),
+    "calibrate": (1841, 9.9),
     "calibrate/commands": (643, 8.8),
     "calibrate/curves": (652, 12.2),
     "calibrate/evaluation": (937, 10.9),
@@ -43,11 +43,11 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/bench": (1443, 11.4),
     "scripts/bench/baselines": (1114, 12.5),
     "scripts/demo_model": (357, 10.5),
-    "scripts/docs": (741, 10.4),
+    "scripts/docs": (744, 10.4),
     "scripts/study": (115, 13.1),
     "tests": (17598, 12.4),
     "tests/support": (1878, 12.1),
-    UNALLOCATED: (21, 0.0),
+    UNALLOCATED: (16, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)

@@ -9,7 +9,7 @@ from support.server_batches import two_layers
 
 
 @pytest.fixture(params=ENGINES)
-def made(request):
+def make_engine(request):
     """Makes an engine for a profile, by default of two layers, the second of which is dense."""
 
     def make(profile=None, *, rank=Rank(), tested=True, **options):  # noqa: B008 (it never changes)

@@ -201,7 +201,7 @@ def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_
     assert engine.counted() == expected_rows | ({("s2o", "reference backend"): sparse} if sparse else {})
 
 
-def test_a_prompt_in_chunks_has_the_density_and_the_error_of_the_whole(made, monkeypatch):
+def test_a_prompt_in_chunks_has_the_density_and_the_error_of_the_whole(make_engine, monkeypatch):
     """With unlike buckets: of its keys so far, chunks would run the shorter one's."""
     profile, computed, attention = two_layers(0.1, (512, 1024)), [], attend.s2o_attention_paged
     profile = replace(profile, layers=(two_layers(30.0).layers[0], profile.layers[1]))
@@ -212,7 +212,7 @@ def test_a_prompt_in_chunks_has_the_density_and_the_error_of_the_whole(made, mon
         return result
 
     monkeypatch.setattr(attend, "s2o_attention_paged", see)
-    engine, results = made(profile, ends=True), {}
+    engine, results = make_engine(profile, ends=True), {}
     whole = engine.add(1024)
     for chunk in (1024, 256, 480):
         request = engine.add_prompt(whole.queries, whole.keys, whole.values)
@@ -232,9 +232,9 @@ def answers():
     return replace(profile, layers=layers, record={"budget": {"kind": "kl", "value": 1e-3}})
 
 
-def test_the_last_layer_computes_what_is_read_and_zeros_the_rest(made, answers, monkeypatch):
+def test_the_last_layer_computes_what_is_read_and_zeros_the_rest(make_engine, answers, monkeypatch):
     """Of a chunk whose prompt goes on no row is read, and of one that ends only the last; keys are written of all."""
-    engine, calls = made(answers, ends=True), []
+    engine, calls = make_engine(answers, ends=True), []
     assert engine.server.fit.skip_unread_rows()
     attention = attend.s2o_attention_paged
     monkeypatch.setattr(attend, "s2o_attention_paged", lambda *a, **n: calls.append(a) or attention(*a, **n))
@@ -258,18 +258,18 @@ def test_the_last_layer_computes_what_is_read_and_zeros_the_rest(made, answers, 
     assert out.any(2).any(1).all()
 
 
-def test_the_last_layer_computes_all_rows_where_it_is_not_known_which_are_read(made, answers):
+def test_the_last_layer_computes_all_rows_where_it_is_not_known_which_are_read(make_engine, answers):
     layer_of_another_kind_last = replace(two_layers(layer_numbers=(0, 2)), record=answers.record)
     for profile in (two_layers(), layer_of_another_kind_last):
-        assert not made(profile).server.fit.skip_unread_rows()
-    engine = made(answers, ends=True)
+        assert not make_engine(profile).server.fit.skip_unread_rows()
+    engine = make_engine(answers, ends=True)
     check_close(engine.outputs([(request := engine.add(300), 300)], layer=1)[172:], dense(request, 128))
     assert engine.counted() == {("s2o", "reference backend"): 172, ("dense", LAST): 128}
 
 
-def test_nothing_is_made_of_a_batch_with_little_work(made, monkeypatch):
+def test_nothing_is_made_of_a_batch_with_little_work(make_engine, monkeypatch):
     """Unless one request has more work, or a layer waits for its self-test."""
-    engine = made()
+    engine = make_engine()
     fit, counters = engine.server.fit, engine.server.counters
     fit.host_flops = 4 * 4 * 64 * 250**2 / 2  # of 250 tokens
     fit.layers[0].tested = False
@@ -299,9 +299,9 @@ def test_nothing_is_made_of_a_batch_with_little_work(made, monkeypatch):
     ids=["dense layer", "dense profile", "not in the profile", "fp8_e5m2"],
 )
 def test_a_layer_that_is_the_stock_backends_is_one_call_counted_and_logged(
-    profile, options, layer, reason, made, info_log
+    profile, options, layer, reason, make_engine, info_log
 ):
-    engine = made(profile(), **options)
+    engine = make_engine(profile(), **options)
     engine.server.counters.log_every = 1e-9
     requests = [engine.add(300), engine.add(200)]
     out = engine.outputs([(request, len(request)) for request in requests], layer)

@@ -33,9 +33,9 @@ def fail(monkeypatch, fault, owner=attend, name="s2o_attention_paged"):
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_layer_with_a_fault_is_the_stock_backends_from_then_on(kind, made, monkeypatch, caplog):
+def test_a_layer_with_a_fault_is_the_stock_backends_from_then_on(kind, make_engine, monkeypatch, caplog):
     """On rank 1 of 2; rank 0 goes on without a word from it, since each computes its own heads."""
-    ranks = [made(rank=Rank(index, 2)) for index in range(2)]
+    ranks = [make_engine(rank=Rank(index, 2)) for index in range(2)]
     for index, engine in enumerate(ranks):
         short, *long = [engine.add(length) for length in (100, 300, 300)]
         with monkeypatch.context() as patched:
@@ -55,16 +55,16 @@ def test_a_layer_with_a_fault_is_the_stock_backends_from_then_on(kind, made, mon
 
 
 @pytest.mark.parametrize("where", [(Batch, "__init__"), (attend, "run_self_test"), (Batch, "plan")], ids=str)
-def test_a_fault_beside_the_call_is_the_stock_backends_batch(where, made, monkeypatch):
-    engine = made(tested=False)
+def test_a_fault_beside_the_call_is_the_stock_backends_batch(where, make_engine, monkeypatch):
+    engine = make_engine(tested=False)
     calls = fail(monkeypatch, KeyError("x"), *where)
     check_close(engine.outputs([(request := engine.add(300), 300)]), dense(request, 300))
     assert list(engine.server.counters.faults.values()) == [len(calls)] == [1]
     assert DenseReason.FAULT in {DenseReason.from_sentence(reason) for _, _, reason in engine.server.counters.rows}
 
 
-def test_a_file_switches_all_layers_off_and_on_again(made, tmp_path):
-    engine = made()
+def test_a_file_switches_all_layers_off_and_on_again(make_engine, tmp_path):
+    engine = make_engine()
     switch = engine.server.fit.off_file = tmp_path / "off"
     for change in (switch.touch, switch.unlink):
         change()
@@ -72,9 +72,9 @@ def test_a_file_switches_all_layers_off_and_on_again(made, tmp_path):
     assert engine.counted() == {("dense", DenseReason.SWITCHED_OFF): 300, ("s2o", "reference backend"): 300}
 
 
-def test_in_shadow_mode_the_stock_backend_answers_and_errors_are_those_of_s2o(made):
+def test_in_shadow_mode_the_stock_backend_answers_and_errors_are_those_of_s2o(make_engine):
     """In one of two calls of a layer."""
-    engine = made()
+    engine = make_engine()
     counters, errors = engine.server.counters, []
     counters.shadow_every = 2
     for request in [engine.add(300) for _ in range(4)]:
@@ -88,8 +88,8 @@ def test_in_shadow_mode_the_stock_backend_answers_and_errors_are_those_of_s2o(ma
     assert counters.requests == 0
 
 
-def test_a_request_of_several_batches_and_layers_is_counted_once(made):
-    engine = made()
+def test_a_request_of_several_batches_and_layers_is_counted_once(make_engine):
+    engine = make_engine()
     chunked, short = engine.add(400), engine.add(60)
     for parts in ([(chunked, 200), (short, 60)], [(chunked, 200)]):
         engine.outputs(parts)

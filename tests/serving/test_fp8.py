@@ -14,9 +14,9 @@ from support.fake_server import FakeServer
 from support.server_batches import alone, check_close, two_layers
 
 
-def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(made):
+def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(make_engine):
     profile = replace(two_layers(), record={"recipe": {"kv_cache_dtype": "fp8"}})
-    engine = made(profile, tested=False, kv_cache_dtype="fp8")
+    engine = make_engine(profile, tested=False, kv_cache_dtype="fp8")
     first, second = engine.add(300), engine.add(305)
     engine.outputs([(first, 300)])
     layer = engine.server.fit.layers[0]

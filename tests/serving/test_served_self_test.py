@@ -14,8 +14,8 @@ UNTESTED = DenseReason.UNTESTED
 ON_CPU = ("s2o", "reference backend")
 
 
-def test_a_layer_is_dense_until_a_prompt_has_tested_it(made):
-    engine = made(tested=False)
+def test_a_layer_is_dense_until_a_prompt_has_tested_it(make_engine):
+    engine = make_engine(tested=False)
     first, second = engine.add(TEST_KEYS + 50), engine.add(300)
     check_close(engine.outputs([(first, TEST_KEYS + 50)]), dense(first, TEST_KEYS + 50))
     layer = engine.server.fit.layers[0]
@@ -26,9 +26,9 @@ def test_a_layer_is_dense_until_a_prompt_has_tested_it(made):
     assert engine.counted() == {("dense", UNTESTED): TEST_KEYS + 50, ON_CPU: 300}
 
 
-def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(made):
+def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(make_engine):
     """If a layer could be sparse but cannot be tested, it is dense all the same."""
-    engine = made(tested=False)
+    engine = make_engine(tested=False)
     short, chunked = engine.add(TEST_KEYS - 1), engine.add(TEST_KEYS + FEWEST_ROWS)
     engine.outputs([(short, TEST_KEYS - 1)])
     assert not engine.server.fit.layers[0].tested
@@ -37,9 +37,9 @@ def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(made)
     assert engine.server.fit.layers[0].tested  # by that chunk
 
 
-def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(made):
+def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(make_engine):
     """So that the first long one is sparse."""
-    engine = made(two_layers(lengths=(512, 1024)), tested=False)
+    engine = make_engine(two_layers(lengths=(512, 1024)), tested=False)
     short, long = engine.add(TEST_KEYS), engine.add(600)
     engine.outputs([(short, TEST_KEYS)])
     engine.outputs([(long, 600)])
@@ -55,10 +55,10 @@ def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(made):
     ],
     ids=["other heads", "one head", "not a number"],
 )
-def test_a_layer_whose_output_differs_stays_dense(wrong, heads, made, monkeypatch, caplog):
+def test_a_layer_whose_output_differs_stays_dense(wrong, heads, make_engine, monkeypatch, caplog):
     right = self_test.s2o_attention_paged
     monkeypatch.setattr(self_test, "s2o_attention_paged", lambda *args, **named: wrong(right(*args, **named)))
-    engine = made(tested=False)
+    engine = make_engine(tested=False)
     first, second = engine.add(300), engine.add(300)
     engine.outputs([(first, 300)])
     engine.server.counters = Counters()
