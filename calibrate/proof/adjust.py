@@ -66,7 +66,7 @@ def prove_and_adjust(
     for attempt in range(RETRIES + 1):
         with prover.show_progress("proving on held-out prompts", len(lengths)) as shown:
             attempted = {length: prompts[length] for length in prompts if length in lengths}
-            candidate, measured = shown.prove(candidate, attempted, tighten_layer if attempt else adjust)
+            candidate, measured = shown.prove(candidate, attempted, repair_layer if attempt else adjust)
         candidate = replace(candidate, proofs={**candidate.proofs, **measured})
         candidate = replace(candidate, problems=judge(candidate))
         # single layers were tightened in the attempt itself
@@ -76,6 +76,11 @@ def prove_and_adjust(
         candidate, lengths = tighten(candidate)
         log.info("%s: proving %s tokens again", "; ".join(map(str, repairable)), sorted(lengths))
     return candidate
+
+
+def repair_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
+    """Tighten a layer that is over its limit, or widen one whose first rows err too much, as these two functions do."""
+    return tighten_layer(candidate, length, layer, proof) or widen_layer(candidate, length, layer, proof)
 
 
 def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
@@ -127,7 +132,7 @@ def adjust_layer(
         The candidate to prove instead; None if the layer spends about as much as it may, or nothing is to be
         changed: it is dense, was over its limit before, or is at a length without curves.
     """
-    if changed := tighten_layer(candidate, length, layer, proof) or widen_layer(candidate, length, layer, proof):
+    if changed := repair_layer(candidate, length, layer, proof):
         return changed
     key, recipe, config = (length, layer), candidate.recipe, candidate.layer_config(layer, length)
     if length not in candidate.chosen or config.is_dense or key in candidate.tightened:

@@ -224,12 +224,13 @@ class PretendedProver:
     """Proves as `verify.Prover` does, without a model: layers have the errors that curves predict, or other ones.
 
     error: of a layer, from (candidate, length, layer). needles: kept and found, from (candidate, length). seconds: of
-    layer 1's attention; dense attention takes 0.1. attempts: (lengths, candidate) that each proof began with.
+    layer 1's attention; dense attention takes 0.1. first_rows: by length, their error over a layer's mean. attempts:
+    (lengths, candidate) that each proof began with.
     """
 
-    def __init__(self, error=None, needles=lambda *_: None, seconds=None):
+    def __init__(self, error=None, needles=lambda *_: None, seconds=None, first_rows=None):
         self._error = error or (lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)))
-        self._needles, self._seconds, self.attempts = needles, seconds, []
+        self._needles, self._seconds, self._first_rows, self.attempts = needles, seconds, first_rows or {}, []
 
     def show_progress(self, title, lengths):
         return nullcontext(self)
@@ -242,6 +243,7 @@ class PretendedProver:
                 revised = candidate
                 while revised is not None:
                     candidate, proof = revised, proof_of(self._error(revised, length, layer), (0.95, 1.05))
+                    proof = replace(proof, places=((self._first_rows.get(length, 1.0) * proof.mse, proof.dense_power),))
                     revised = revise and revise(candidate, length, layer, proof)
                 seconds = self._seconds if layer else None
                 proofs.append(replace(proof, seconds=seconds, dense_seconds=seconds and 0.1))
@@ -259,6 +261,13 @@ def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
     for number, of_layers in enumerate(budgets):
         assert of_layers == pytest.approx([budget / 2**number for budget in budgets[0]])
     assert [(problem.kind, problem.length) for problem in result.problems] == [(ProblemKind.LOST_NEEDLES, 1024)]
+
+
+def test_a_retry_looks_at_the_first_rows_of_segments_again():
+    prover = PretendedProver(needles=lambda _, length: (3, 20) if length == 768 else None, first_rows={768: 3.1})
+    result = prove_and_adjust(prover, PROMPTS, BEGUN)
+    assert [lengths for lengths, _ in prover.attempts] == [EVERY] + [[768, 1024]] * RETRIES
+    assert {result.configs[768, layer].lookback for layer in range(2)} == {256}
 
 
 @settings(deadline=None, max_examples=12)
