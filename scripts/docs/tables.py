@@ -44,7 +44,7 @@ CERTIFIED = {  # of budgets of errors
 }
 CALIBRATIONS = {
     "calibrate-qwen2.5-coder-1.5b-2e-3-h200.json": "Qwen2.5-Coder-1.5B",
-    "calibrate-qwen2.5-coder-1.5b-yarn-h200.json": "Qwen2.5-Coder-1.5B (YaRN)",
+    "calibrate-qwen2.5-coder-1.5b-yarn-kl-h200.json": "Qwen2.5-Coder-1.5B (YaRN)",
     "calibrate-smollm2-kl-h200.json": "SmolLM2-135M",
     "calibrate-demo-kl-h200.json": "the demo model",
 }
