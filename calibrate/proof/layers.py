@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -102,6 +102,15 @@ def draw_windows(prompt: Prompt) -> list[range]:
         beyond = range(edge, edge + max(0, first + WINDOW_ROWS - end))
         windows += [window for window in (beyond, range(first, min(first + WINDOW_ROWS, end))) if window]
     return windows
+
+
+def draw_first_rows(windows: Sequence[range], length: int, segment: int) -> list[range]:
+    """Draw the first row of a segment behind each part's begin, as a window each, but for those that the windows hold.
+
+    Of long segments the windows hold few first rows, and single ones of these may err a hundred times as much.
+    """
+    begins = {-(-(length * part // WINDOWS) // segment) * segment for part in range(1, WINDOWS)}
+    return [range(row, row + 1) for row in sorted(begins - {*chain(*windows)}) if row < length]
 
 
 def select_rows(tensor: Tensor, windows: Iterable[range]) -> Tensor:
@@ -306,9 +315,9 @@ class LayerProofItem(ProofItem):
     """One prompt at one layer, as an item of work.
 
     Of the rows of `draw_windows` its result has the mean squared error and the mean square of the dense output as
-    `all_rows`, the same over each eighth of them as `eighths` and by place in the segment (`measure_places`) as
-    `places`, and the largest relative error of a row in each tile as `tiles`, float32 [tiles]; and the mean density
-    over heads as `density`.
+    `all_rows`, the same over each eighth of them as `eighths`, and the largest relative error of a row in each tile as
+    `tiles`, float32 [tiles]; of these and of `draw_first_rows` the errors by place in the segment (`measure_places`) as
+    `places`; and the mean density over heads as `density`.
     """
 
     prompt: str  # its hash
@@ -331,7 +340,7 @@ class LayerProofItem(ProofItem):
             "before": self.before.digest,
             "runs": self.config.digest,
             "parts": [EIGHTHS, *PLACES],
-            "rows": [WINDOWS, WINDOW_ROWS, COMPARED_ROWS],
+            "rows": [WINDOWS, WINDOW_ROWS, COMPARED_ROWS, "first rows"],
         }
 
     def __str__(self) -> str:
@@ -339,22 +348,23 @@ class LayerProofItem(ProofItem):
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        windows = draw_windows(worker.prompts[self.prompt])
+        config, windows = self.config.config, draw_windows(worker.prompts[self.prompt])
+        measured, drawn = windows + draw_first_rows(windows, self.length, config.segment), sum(map(len, windows))
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
             def compute_truth() -> Tensor:
-                ends = [(slice(rows.start, rows.stop), slice(rows.stop)) for rows in windows]
+                ends = [(slice(rows.start, rows.stop), slice(rows.stop)) for rows in measured]
                 calls = ((q[:, :, rows], k[:, :, keys], v[:, :, keys]) for rows, keys in ends)
                 return torch.cat([fastest_dense_attention(*call, scoring) for call in calls], 2)
 
-            is_dense = self.config.config.is_dense and self.config.chunk is None  # what ran is dense attention itself
-            ours, rows = select_rows(out, windows), torch.tensor([*chain(*windows)], device=out.device)
+            is_dense = config.is_dense and self.config.chunk is None  # what ran is dense attention itself
+            ours, rows = select_rows(out, measured), torch.tensor([*chain(*measured)], device=out.device)
             squares, relative = measure_row_errors(ours, ours if is_dense else forward.compute_dense(compute_truth))
-            result["all_rows"] = tuple(squares.mean(1).tolist())
-            result["eighths"] = [eighth.mean(1).tolist() for eighth in squares.tensor_split(EIGHTHS, 1)]
-            calls = self.config.by_keys or ((self.length, self.config.config),)
+            result["all_rows"] = tuple(squares[:, :drawn].mean(1).tolist())
+            result["eighths"] = [eighth.mean(1).tolist() for eighth in squares[:, :drawn].tensor_split(EIGHTHS, 1)]
+            calls = self.config.by_keys or ((self.length, config),)
             result["places"] = measure_places(squares, rows, calls)
-            result["tiles"] = tile_worst(relative, TILE_ROWS).flatten().cpu()
+            result["tiles"] = tile_worst(relative[:, :drawn], TILE_ROWS).flatten().cpu()
 
         number = worker.loaded.geometry.get_layer_number(self.layer)
         with self._forward_before(worker, number) as forward:

@@ -179,10 +179,15 @@ def test_errors_of_parts_are_those_of_their_rows(tiny_folder, monkeypatch, windo
     monkeypatch.setattr(layers, "WINDOW_ROWS", 24)
     layer = prove_all(stream(tiny_folder, False), SPARSE, prompts)[330].layers[0]
     (truth, _, out, _), drawn = seen, layers.draw_windows(prompts[330][0])
-    rows = torch.tensor([*chain(*drawn)])
+    rows, firsts = torch.tensor([*chain(*drawn)]), layers.draw_first_rows(drawn, 330, SPARSE.segment)
     assert len(rows) == (330 if windows == 16 else 8 * 24)
-    in_segment = rows % SPARSE.segment
-    places = [rows[(in_segment >= first) & (in_segment < end)] for first, end in pairwise((*PLACES, 1 << 20))]
+    everything = torch.cat([rows, torch.tensor([*chain(*firsts)], dtype=torch.int64)])
+    every_begin = [*range(0, 330, SPARSE.segment)]  # of segments
+    assert set(every_begin) - {0} <= set(everything.tolist())
+    assert len(everything) == len(everything.unique())
+    assert (everything[len(rows) :] % SPARSE.segment == 0).all()
+    in_segment = everything % SPARSE.segment
+    places = [everything[(in_segment >= first) & (in_segment < end)] for first, end in pairwise((*PLACES, 1 << 20))]
     parts = zip((*layer.of_prompts, *layer.eighths, *layer.places), (rows, *rows.tensor_split(8), *places), strict=True)
     for (mse, power), part in parts:
         if len(part):
