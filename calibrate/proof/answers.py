@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import DynamicCache
 
-from calibrate.model.estimate import has_plenty_of_memory
+from calibrate.model.estimate import has_plenty_of_memory, measure_free_memory
 from calibrate.model.layers import (
     Calls,
     DecoderLayer,
@@ -55,7 +55,7 @@ from s2o_runtime.huggingface import hf
 from s2o_runtime.reference.dense import use_sdpa_backend
 
 NOISE = "noise"  # the variant that is dense attention by another kernel
-CACHE_BYTES = 16 << 30  # that copies of a prompt's cache may have, for turns that run at once
+CACHE_BYTES = 32 << 30  # of copies of a prompt's cache for turns that run at once, where half of the memory holds them
 KEPT_BYTES = 16 << 30  # of dense answers that a worker keeps: 0.6 GB a prompt with 150000 words
 MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each of its tokens
 Patch = Callable[[], AbstractContextManager[None]]  # inside the block a prefill is another variant's
@@ -314,12 +314,13 @@ def follow(loaded: LoadedModel, cache: Any, turns: Tensor, rows: Sequence[int]) 
 
 
 def copy_cache(cache: Any, turns: Tensor) -> Iterator[tuple[Tensor, Any]]:
-    """Yield turns [turns, ...] in parts, each with a copy of the cache for it; copies are within `CACHE_BYTES`."""
+    """Yield turns [turns, ...] in equal parts, each with a copy of the cache for it, within `CACHE_BYTES`."""
     at_once = 1
     if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):  # one of linear attention lacks it
         held = sum(kept.nbytes for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None)
-        at_once = max(1, CACHE_BYTES // max(held, 1))
-    for part in torch.split(turns, at_once):
+        room = measure_free_memory(turns.device) // 2 if turns.is_cuda else CACHE_BYTES
+        at_once = max(1, min(room, CACHE_BYTES) // max(held, 1))
+    for part in turns.tensor_split(-(-len(turns) // at_once)):
         copied = copy.deepcopy(cache)
         if len(part) > 1:
             copied.batch_repeat_interleave(len(part))
