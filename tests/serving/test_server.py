@@ -259,8 +259,10 @@ def test_a_profile_that_does_not_fit_ends_the_start():
         started(rank=Rank(0, 3))
 
 
-@pytest.mark.parametrize("given", [{"s2o": {"tau": 1}}, {"s2o": {"profile": "no.safetensors"}}], ids=["tau", "no file"])
-def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("given", "said"), [({"tau": 1}, '"tau" is not'), ({"profile": "no.file"}, "no.file cannot be")]
+)
+def test_what_ends_vllms_start_is_one_line_of_its_log(given, said, monkeypatch, caplog):
     group, worker = SimpleNamespace(rank_in_group=0), type("Worker", (), {"execute_model": lambda self, step: None})
     model = {"hf_config": demo(), "model": str(ROOT / "calibrate/demo/model"), "revision": None, "max_model_len": 4096}
     config = SimpleNamespace(
@@ -269,7 +271,7 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
-        additional_config=given,
+        additional_config={"s2o": given},
     )
     ranks = {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_world_size": lambda: 1}
     names = {
@@ -281,7 +283,7 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
     }
     put_modules(monkeypatch, names)
     vllm.get_server.cache_clear()
-    with pytest.raises(S2OError) as failure:
+    with pytest.raises(S2OError, match=said) as failure:
         vllm.get_server()
     (record,) = caplog.records
     assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
