@@ -259,10 +259,8 @@ def test_a_profile_that_does_not_fit_ends_the_start():
         started(rank=Rank(0, 3))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [({"tau": 1}, '"tau" is not'), ({"profile": "no.file"}, "no.file cannot be")]
-)
-def test_what_ends_vllms_start_is_one_line_of_its_log(given, said, monkeypatch, caplog):
+@pytest.mark.parametrize("given", [{"tau": 1}, {"profile": "no.file"}], ids=str)
+def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
     group, worker = SimpleNamespace(rank_in_group=0), type("Worker", (), {"execute_model": lambda self, step: None})
     model = {"hf_config": demo(), "model": str(ROOT / "calibrate/demo/model"), "revision": None, "max_model_len": 4096}
     config = SimpleNamespace(
@@ -283,7 +281,7 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, said, monkeypatch, 
     }
     put_modules(monkeypatch, names)
     vllm.get_server.cache_clear()
-    with pytest.raises(S2OError, match=said) as failure:
+    with pytest.raises(S2OError, match=r"\"tau\" is not|no.file cannot be read") as failure:
         vllm.get_server()
     (record,) = caplog.records
     assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
