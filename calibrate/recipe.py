@@ -288,8 +288,6 @@ class Recipe:
         settings = {"last_rows": 0} | dict(settings)  # of versions before there were any
         if settings.get("scope") == "model":
             raise ValueError("its budget is of all layers together, which this version does not have")
-        if "domains" not in settings:
-            raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
         allowed = settings.pop("budget")
         ceiling = OPTIONS["ceiling_rel_mse"].read(allowed.get("ceiling_rel_mse"))

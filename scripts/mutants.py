@@ -71,7 +71,9 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
     Returns:
         Its exit code, or -1 if it took too long, and the line of its output that names the failed test.
     """
-    environment = os.environ | {"PYTHONPATH": _with_front(folder), "OMP_NUM_THREADS": "1"}
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    first = os.pathsep.join([str(folder), *(path for path in paths if Path(path).resolve() != ROOT)])  # not this tree
+    environment = os.environ | {"PYTHONPATH": first, "OMP_NUM_THREADS": "1"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # or a mutant of the same size and second would not be seen
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     try:
@@ -82,12 +84,6 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
         return -1, f"no end after {SECONDS} s"
     failed = [line for line in outcome.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return outcome.returncode, failed[0] if failed else outcome.stdout.strip().rpartition("\n")[2]
-
-
-def _with_front(folder: Path) -> str:
-    """PYTHONPATH with the copy in front of whatever was there; without the tree that was copied."""
-    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return os.pathsep.join([str(folder), *(path for path in paths if Path(path).resolve() != ROOT)])
 
 
 def copy_of_the_sources(folder: Path) -> None:

@@ -6,6 +6,7 @@ Rank 0 writes what came out to OUT.RANK: the logits, and what each layer did.
 """
 
 import logging
+import subprocess
 import sys
 
 import torch
@@ -14,6 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from s2o_runtime import patch
 from s2o_runtime.huggingface.hf import get_layer_states
+
+
+def run_two_ranks(folder, profile, length, out):
+    """Start this program, and return what its ranks wrote."""
+    flags = "-m torch.distributed.run --nproc-per-node 2 --master-port 29517"
+    command = [sys.executable, *flags.split(), __file__, folder, profile, str(length), out]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [torch.load(f"{out}.{rank}") for rank in range(2)]
 
 
 def main(model_path: str, profile: str, length: int, out: str) -> None:

@@ -15,9 +15,9 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 LAST_ROWS, LAST = 128, "the last rows of a prompt, which answer"
 OF_ANSWERS = {("s2o", "rows of the model's last layer that nothing reads: they are zeros")}
@@ -109,9 +109,13 @@ def main(profile: str, model: str, name: str) -> int:
     total = sum(token.logprob for tokens in asked for token in tokens.values())
     print(f"{name}: the first prompt's log-probabilities are {total:.1f}", flush=True)
     if case.sparse and case.processes == 1:
-        print(f"{name}: {get_server().counters.summary()}", flush=True)
-        check_counters(case, get_server().counters)
-        assert not case.answers or get_server().counters.shares().keys() >= OF_ANSWERS
+        counters = get_server().counters
+        print(f"{name}: {counters.summary()}", flush=True)
+        errors = {error for _, error in counters.faults}
+        assert len(errors) == 4 * case.faults, f"S2O failed otherwise than it should: {counters.faults}"
+        if not case.faults:
+            check_rows(counters.shares())
+        assert not case.answers or counters.shares().keys() >= OF_ANSWERS
         dense = SamplingParams(temperature=0, max_tokens=5, extra_args={"s2o": "off"})
         first, second = (engine.generate(prompts[:1], dense)[0].num_cached_tokens for _ in range(2))
         print(
@@ -129,14 +133,10 @@ def report(name: str, codes: list[str], texts: list[str], cached: list[int], sec
     return int(right < len(codes))
 
 
-def check_counters(case: EngineCase, counters: Any) -> None:
-    """S2O fails in each of four ways or not at all, and then every kind of rows is there."""
-    errors = {error for _, error in counters.faults}
-    assert len(errors) == 4 * case.faults, f"S2O failed otherwise than it should: {counters.faults}"
-    if not case.faults:
-        rows = counters.shares()
-        assert any(path == "s2o" for path, _ in rows), "no row was computed by S2O"
-        assert ("dense", LAST) in rows, "no row was dense for being the last of a prompt"
+def check_rows(rows: Collection[tuple[str, str]]) -> None:
+    """Check that every kind of rows, by path and reason, is there."""
+    assert any(path == "s2o" for path, _ in rows), "no row was computed by S2O"
+    assert ("dense", LAST) in rows, "no row was dense for being the last of a prompt"
 
 
 def adapt(profile: str, model: str, out: str, budget: str = "mse") -> str:

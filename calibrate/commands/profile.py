@@ -37,10 +37,7 @@ EXAMPLES = (
     ("check its certificate on 64 other prompts", "verify p.safetensors --model my/model --seed 1 --num-certify 64"),
     ("draw every head's threshold", "plot p.safetensors"),
     ("describe a profile to others, in Markdown and HTML", "card p.safetensors"),
-    (
-        "make a folder to publish",
-        "publish p.safetensors --name my/model --evaluation summary.json --out-dir out",
-    ),
+    ("make a folder to publish", "publish p.safetensors --name my/model --evaluation summary.json --out-dir out"),
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {

@@ -113,18 +113,13 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
         return f"{length.length} tokens: {text}; retrieval not proven"
     return (
         f"{length.length} tokens: {text}; {retrieval.kept} of {retrieval.found} needles kept "
-        f"({round_down(retrieval.low or 0)} shown, {retrieval.high or 0:.0%} not refuted)"
+        f"({math.floor(1000 * (retrieval.low or 0) + 1e-9) / 10:.3g}% shown, {retrieval.high or 0:.0%} not refuted)"
     )
 
 
 def _format_needles(length: CertifiedLength | LengthCheck) -> str:
     retrieval = length.retrieval
     return "-" if retrieval is None else format_kept(retrieval.kept or 0, retrieval.found or 0)
-
-
-def round_down(share: float) -> str:
-    """Format a lower bound in percent; no rounding makes it larger."""
-    return f"{math.floor(1000 * share + 1e-9) / 10:.3g}%"
 
 
 def make_certificate_tables(certificate: Certificate | None) -> list[Table]:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """S2O attention against cuDNN's dense attention on one device: time, density and error, as tables and JSON.
 
-    python -m scripts.bench.attention [--lengths 8192,32768] [--tile 128x64x4:8:3 ...] [--out FILE.json]
+    python -m scripts.bench.attention [--lengths 8192,32768] [--out FILE.json]
 
-For every length and tile, the tau of each head is bisected until it computes the wanted share of the causal pairs.
+At every length, the tau of each head is bisected until it computes the wanted share of the causal pairs.
 Queries and keys are random. All times of a table come from one run on the same tensors, taking turns, each with a cold
 L2. The rate is density x dense time / time: 1 means that a computed pair costs what it costs cuDNN.
 """
@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from calibrate.tables import Table, open_console, print_table
 from calibrate.timing import sample_times
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
+from s2o_runtime.config import MAX_TAU, LayerConfig
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention
 from scripts.bench import common
@@ -43,21 +43,8 @@ def parser() -> common.Parser:
     add("--dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
-    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
-    add("--error-rows", 256, "query rows, drawn at random, whose errors are measured", type=int, metavar="N")
-    tile, form = common.checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
-    out.add_argument("--tile", type=tile, action="append", metavar=form, help="repeatable; default by the GPU")
     common.add_machine(add, "bench_attention.json")
     return out
-
-
-def parse_tile(text: str) -> TileConfig:
-    """A tile in the form BMxBNxCHUNK:WARPS:STAGES[:ws]. Raises ValueError if the text is of another form."""
-    shape, warps, stages, *suffix = text.split(":")
-    if suffix not in ([], ["ws"]):
-        raise ValueError
-    block_m, block_n, chunk = map(int, shape.split("x"))
-    return TileConfig(block_m, block_n, chunk, int(warps), int(stages), specialized=bool(suffix))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,25 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> None:
-    """Measure every length and tile, print a table for each, and write what there is so far to --out."""
+    """Measure every length, print a table for each, and write what there is so far to --out."""
     check(args)
     device = torch.device(args.device)
     args.backend = "triton" if device.type == "cuda" else "reference"
-    tiles = args.tile or [device_tile(args.head_dim, device)]
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "tile")}
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    never_stop = LayerConfig.uniform(args.heads[0], segment=args.segment, tile=device_tile(args.head_dim, device))
     file = AttentionFile(settings=settings, results=[], **common.machine(device))
     for length in args.lengths:
         qkv = random_qkv(length, args.heads, args.head_dim, getattr(torch, args.dtype), device)
-        inputs = Inputs.of(qkv, args.error_rows, SEED)
-        for tile in tiles:
-            never_stop = LayerConfig.uniform(args.heads[0], segment=args.segment, tile=tile)
-            file.results.append(bench(args, inputs, never_stop))
-            print_entry(file.results[-1])
-            write(args.out, file)
+        file.results.append(bench(args, Inputs.of(qkv, SEED), never_stop))
+        print_entry(file.results[-1])
+        write(args.out, file)
 
 
 def bench(args: argparse.Namespace, inputs: Inputs, never_stop: LayerConfig) -> AttentionEntry:
-    """Dense attention, the ranking, and a row for each density, at one length with one tile."""
+    """Dense attention, the ranking, and a row for each density, at one length."""
     q, k, v = inputs.q, inputs.k, inputs.v
 
     def density(config: LayerConfig) -> Tensor:
@@ -136,7 +120,7 @@ def points_of(
     points: dict[float | str, LayerConfig] = {"never stop": never_stop}
     for target in sorted(args.densities, reverse=True):
         if target > floor:
-            points[target] = bisect(never_stop, target, args.steps, density)
+            points[target] = bisect(never_stop, target, density)
     if min(args.densities) <= floor:
         points["lowest"] = lowest
     return points
@@ -150,7 +134,7 @@ def dense_backend(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def print_entry(entry: AttentionEntry) -> None:
-    """One length and tile."""
+    """One length."""
     dense = entry.dense
     title = f"{entry.length} tokens, tile {entry.tile_name}: {dense.backend} {_ms(dense.seconds)} ms, "
     title += f"rel_mse {dense.rel_mse:.1e}"
@@ -175,7 +159,7 @@ def _ms(seconds: Spread) -> str:
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError if an option is out of range."""
     common.check_device(args)
-    common.check_least(args, 1, "head_dim", "rounds", "steps", "error_rows")
+    common.check_least(args, 1, "head_dim", "rounds")
     if len(args.heads) != 2 or min(args.heads) < 1 or args.heads[0] % args.heads[1]:
         raise ConfigError(f"--heads {args.heads} are not query heads and KV heads, the first a multiple: try 32/8")
     if min(args.lengths) <= args.segment:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LOG2_TAU = (-30.0, 19.9)  # where tau is searched, up to MAX_TAU: the most peaked heads need the low end
 
+BISECTIONS = 10  # of the range in which tau is searched
+
 Job = Callable[[], Any]
 
 
@@ -34,19 +36,18 @@ def with_taus(config: LayerConfig, taus: list[float]) -> LayerConfig:
     return replace(config, heads=tuple(replace(head, tau=tau) for head, tau in zip(config.heads, taus, strict=True)))
 
 
-def bisect(config: LayerConfig, target: float, steps: int, density: Callable[[LayerConfig], Tensor]) -> LayerConfig:
+def bisect(config: LayerConfig, target: float, density: Callable[[LayerConfig], Tensor]) -> LayerConfig:
     """The config with the taus that bring each head's density nearest to `target`, all heads at once.
 
     Args:
         config: its taus are replaced.
         target: the wanted share of the causal pairs.
-        steps: of the bisection.
         density: measures the density of every head [Hq] under a config. If it gives all heads their mean, they all
             get the same tau.
     """
     low, high = (torch.full((config.num_heads,), edge, dtype=torch.float64) for edge in LOG2_TAU)
     nearest, best = torch.full_like(low, float("inf")), low
-    for _ in range(steps):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         reached = density(with_taus(config, middle.exp2().tolist()))
         distance = (reached / target).log().abs()

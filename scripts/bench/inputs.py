@@ -17,6 +17,7 @@ from s2o_runtime.errors import ConfigError
 from s2o_runtime.layer_kinds import get_max_positions
 
 SEED = 0  # of random queries, keys and values
+ERROR_ROWS = 256  # query rows of a call, at random over it, whose errors are measured
 SCORES = 2**27  # that are computed together, half a gigabyte in float32
 DIRECTIONS = 4  # that the random queries and keys of a KV head share
 SHARPNESS = (6.0, 10.0)  # how strongly the first and the last query head look along them
@@ -41,8 +42,8 @@ class Inputs:
     layer: int = 0
 
     @classmethod
-    def of(cls, qkv: QKV, error_rows: int, seed: int, layer: int = 0) -> Inputs:
-        rows = sample_rows(qkv[0].shape[2], error_rows, seed).to(qkv[0].device)
+    def of(cls, qkv: QKV, seed: int, layer: int = 0) -> Inputs:
+        rows = sample_rows(qkv[0].shape[2], ERROR_ROWS, seed).to(qkv[0].device)
         return cls(*qkv, rows, exact_rows(*qkv, rows), qkv[1].shape[2], layer)
 
     def chunks(self, size: int) -> list[Inputs]:

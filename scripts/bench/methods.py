@@ -11,7 +11,7 @@ the batch. Times are the GPU's, of all layers together, each call with a cold L2
 ranking or choosing blocks. Errors are against float32 dense attention in sampled rows.
 
 The boards have each method's fastest measured setting at a length, and the command that measures it again: at equal
-error, for each of --errors; and under --chunks and --turns, for the settings of the first board and each method's
+error, for each of `ERRORS`; and under --chunks and --turns, for the settings of the first board and each method's
 fastest: all queries so many at a time, and the last so many alone, as an agent's turn behind a cached prefix. Settings
 at equal answers are those of scripts.bench.equal_answers.
 """
@@ -22,7 +22,7 @@ import argparse
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,8 @@ from scripts.bench.schema import CALIBRATED, DENSE_NAMES, ONE_SETTING, PROVEN, L
 from scripts.bench.schema import MethodsFile as File
 
 NAME = "scripts.bench.methods"
+ERRORS = (0.001, 0.01, 0.03)  # rel_mse of the boards
+SEED = 1234  # of the prompts
 FLUSHES = 160  # some 5 ms of work ahead of a call: methods of many small operations are not charged for launching them
 TAUS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 KEEPS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -96,13 +98,10 @@ def parser() -> common.Parser:
     add("--lengths", "8192,32768,131072", type=common.int_list("8192,32768"), metavar="N,N")
     add("--data", "demo", "the model to capture q, k, v of")
     out.add_argument("--profile", type=Path, action="append", default=[], help="for --data's model; repeatable")
-    add("--errors", "0.001,0.01,0.03", "rel_mse of a board", type=common.float_list("0.001,0.01"), metavar="X,X")
     add("--chunks", (), "queries of a call, for the second board", type=common.int_list("2048,8192"), metavar="N,N")
     add("--turns", (), "last queries, for the same", type=common.int_list("512,2048"), metavar="N,N")
     add("--batch", 1, "prompts", type=int, metavar="N")
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
-    add("--error-rows", 256, "query rows, at random over the sequence", type=int, metavar="N")
-    add("--seed", 1234, type=int, metavar="N")
     common.add_machine(add, "bench_methods.json")
     return out
 
@@ -126,21 +125,14 @@ def measure(args: argparse.Namespace) -> None:
         entry = MethodsEntry(length, all_layers(args, settings, profiles, length))
         file.results.append(entry)
         print_rows(f"{length} tokens", entry.rows)
-        chosen = {(row.method, row.setting) for row in candidates(entry.rows, args.errors)}
+        chosen = {(row.method, row.setting) for row in candidates(entry.rows, ERRORS)}
         some = {key: call_of for key, call_of in settings.items() if key in chosen}
         for chunk, turn in [(chunk, None) for chunk in reversed(args.chunks)] + [(None, turn) for turn in args.turns]:
             if (chunk or turn) < length:
                 write(args.out, file)
                 entry.chunked.extend(all_layers(args, some, profiles, length, chunk, turn))
         write(args.out, file)
-        print_boards(entry, args.errors)
-
-
-def layer_inputs(args: argparse.Namespace, length: int, turn: int | None) -> Iterator[Inputs]:
-    """The calls of the layers of a model, one after another, or of their last queries alone."""
-    layers = model_qkv(args.data, length, args.batch, args.seed, torch.device(args.device))
-    for index, (q, k, v) in enumerate(layers):
-        yield Inputs.of((q[:, :, -(turn or length) :], k, v), args.error_rows, args.seed, index)
+        print_boards(entry, ERRORS)
 
 
 def measure_layer(inputs: Inputs, settings: Settings, rounds: int, chunk: int) -> dict[Key, LayerRow]:
@@ -186,10 +178,12 @@ def all_layers(
 ) -> list[MethodRow]:  # fmt: skip
     """A row for each setting: times are sums over the layers, errors and densities means, of worst rows the worst."""
     layers: dict[Key, list[LayerRow]] = {}
-    for inputs in layer_inputs(args, length, turn):
+    layers_qkv = model_qkv(args.data, length, args.batch, SEED, torch.device(args.device))
+    for index, (q, k, v) in enumerate(layers_qkv):
+        inputs = Inputs.of((q[:, :, -(turn or length) :], k, v), SEED, index)
         for key, row in measure_layer(inputs, settings, args.rounds, chunk or length).items():
             layers.setdefault(key, []).append(row)
-        print(f"{length} tokens, {turn or chunk or length} at a time: layer {inputs.layer} measured", flush=True)
+        print(f"{length} tokens, {turn or chunk or length} at a time: layer {index} measured", flush=True)
     dense = min((sum(row.seconds for row in layers[key]) for key in layers if key[0] in DENSE_NAMES), default=0.0)
     table = []
     for key, rows in layers.items():
@@ -219,9 +213,9 @@ def command(args: argparse.Namespace, key: Key, path: Path | None, sizes: Mappin
     words = ["python", "-m", NAME, "--data", args.data, "--methods", "dense"]
     words += ["--profile", str(path)] if path else [] if key[0] in DENSE_NAMES else [text_of(*key)]
     words += [word for name, size in sizes.items() if size for word in (f"--{name}", str(size))]
-    for name in ("batch", "rounds", "error_rows", "seed"):
+    for name in ("batch", "rounds"):
         if (value := getattr(args, name)) != parser().get_default(name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{name}", str(value)]
     return shlex.join(words)
 
 

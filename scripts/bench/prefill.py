@@ -35,6 +35,7 @@ from scripts.bench.inputs import QKV
 from scripts.bench.schema import PrefillEntry, PrefillFile, PrefillRow, write
 
 DENSE_CUDNN = "dense, cuDNN"
+SEGMENT = 1024  # queries that share a ranking
 
 
 def parser() -> Parser:
@@ -42,9 +43,7 @@ def parser() -> Parser:
     add("--models", "llama-3.1-8b,qwen2.5-7b", "aliases of s2o-calibrate", type=lambda text: text.split(","))
     add("--lengths", "32768,131072", type=int_list("32768,131072"), metavar="N,N")
     add("--densities", "0.25,0.1", type=float_list("0.25,0.1"), metavar="X,X")
-    add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
-    add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
     add_machine(add, "bench_prefill.json")
     return out
 
@@ -76,7 +75,7 @@ def bench(loaded: LoadedModel, name: str, length: int, args: argparse.Namespace)
     captured = next(next(captures))
     qkv = captured.q, captured.k, captured.v
     del captures  # the model has its own attention again
-    configs = {f"S2O, density {density:g}": config_of(qkv, density, loaded, args) for density in args.densities}
+    configs = {f"S2O, density {density:g}": config_of(qkv, density, loaded) for density in args.densities}
 
     attention: dict[str, Callable[[], Any]] = {DENSE_CUDNN: partial(dense_attention, *qkv)}
     attention |= {form: partial(s2o_attention, *qkv, config) for form, config in configs.items()}
@@ -91,16 +90,16 @@ def bench(loaded: LoadedModel, name: str, length: int, args: argparse.Namespace)
     return PrefillEntry(name, length, rows, peak_bytes)
 
 
-def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Namespace) -> LayerConfig:
+def config_of(qkv: QKV, density: float, loaded: LoadedModel) -> LayerConfig:
     """The configuration whose every head computes about this share of the pairs."""
     tile = device_tile(qkv[0].shape[3], qkv[0].device)
     heads = loaded.geometry.query_heads
-    never_stop = LayerConfig.uniform(heads, segment=args.segment, tail="mean", tile=tile)
+    never_stop = LayerConfig.uniform(heads, segment=SEGMENT, tail="mean", tile=tile)
 
     def reached(config: LayerConfig) -> Tensor:
         return s2o_attention(*qkv, config, return_stats=True).density.cpu()
 
-    return bisect(never_stop, density, args.steps, reached)
+    return bisect(never_stop, density, reached)
 
 
 def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig) -> tuple[float, float]:

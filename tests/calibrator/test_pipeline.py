@@ -194,13 +194,6 @@ def test_by_default_what_is_written_keeps_to_a_budget_of_answers(resident, tiny_
     assert not {"curves", "sensitivity"} & stages  # another budget takes them from the journal
 
 
-def test_too_little_text_to_certify_on_is_refused_before_anything_is_measured(tiny_folder, tmp_path):
-    made = recipe(tiny_folder, tmp_path / "p", **CERTIFIED | {"num_certify": 2})
-    with pytest.raises(InputError, match="2 groups of text to certify on allow no statement, 3 are the fewest"):
-        calibrate(made, progress=False)
-    assert not made.journal_path.exists()
-
-
 def test_no_budget_at_all_gives_a_dense_profile(run):
     _, result = run(budget_mse=1e-30, lengths=(512,))
     assert result.met

@@ -1,9 +1,6 @@
 """On a GPU in bfloat16: the self-test of every architecture that it holds for, and calibrations of mixed models."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ from s2o_runtime.profile import Profile, save_profile
 from s2o_runtime.tiles import get_default_tile
 from support.architectures import CASES, RUNNING
 from support.tiny import tiny_tokenizer
+from tensor_parallel import run_two_ranks
 
 BUDGET = {"budget_rel_mse": 0.3, "lengths": (2048,), "segments": (256, 512), "trials": 2}
 QUICK = BUDGET | {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": 0, "hide_needles": False}
@@ -150,13 +148,7 @@ def test_two_ranks_of_a_patched_model_give_what_one_gpu_gives(tmp_path):
         assert all(path == "s2o" for state in get_layer_states(model) for path, _ in state.counts), explain(model)
         whole = [state.last.density.cpu() for state in get_layer_states(model)]
     assert (whole[0].sort().values.diff() > 2 * DENSITY_APART).all()  # the heads differ
-    program = Path(__file__).parents[1] / "tensor_parallel.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
-    command += [tmp_path / "model", out, str(length), tmp_path / "out"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    for rank in range(2):
-        of_rank = torch.load(tmp_path / f"out.{rank}")
+    for rank, of_rank in enumerate(run_two_ranks(tmp_path / "model", out, length, tmp_path / "out")):
         assert all(path == "s2o" for counts in of_rank["paths"] for path, _ in counts), of_rank["paths"]
         half = slice(2 * rank, 2 * rank + 2)
         assert of_rank["heads"] == [(half.start, half.stop)] * len(whole)

@@ -51,7 +51,7 @@ def longest_call(heads, keys):
     qkv = random_qkv(keys, heads, 128, torch.bfloat16, device)
     whole = last(qkv, min(keys, 32768), min(keys, 32768))
     never_stop = LayerConfig.uniform(heads[0], segment=1024, tail="mean", tile=device_tile(128, device))
-    config = bisect(never_stop, DENSITY, 10, lambda c: s2o_attention(*whole, c, return_stats=True).density.cpu())
+    config = bisect(never_stop, DENSITY, lambda c: s2o_attention(*whole, c, return_stats=True).density.cpu())
     return qkv, config
 
 

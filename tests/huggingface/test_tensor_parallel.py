@@ -1,9 +1,6 @@
 """A patched model split over two processes by transformers' tp_plan: each rank runs its own heads of the profile."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +15,8 @@ from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.huggingface.layers import find_local_heads
 from s2o_runtime.profile import save_profile
 from support.models import make_profile, save
+from tensor_parallel import run_two_ranks
 
-ROOT = Path(__file__).parents[2]
 LENGTH = 600
 TILE = TileConfig(64, 32, 1, 4, 1)
 
@@ -41,13 +38,7 @@ def test_two_ranks_give_what_one_process_gives(tmp_path):
         expected = model(ids, use_cache=False).logits
     whole = [state.last.density for state in get_layer_states(model)]
     assert len({round(float(density), 4) for density in whole[0].flatten()}) > 2  # the heads differ
-    out, program = tmp_path / "out", ROOT / "tests" / "tensor_parallel.py"
-    flags = "-m torch.distributed.run --nproc-per-node 2 --master-port 29517"
-    command = [sys.executable, *flags.split(), program, folder, tmp_path / "p.safetensors", str(LENGTH), out]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    for rank in range(2):
-        of_rank = torch.load(f"{out}.{rank}")
+    for rank, of_rank in enumerate(run_two_ranks(folder, tmp_path / "p.safetensors", LENGTH, tmp_path / "out")):
         torch.testing.assert_close(of_rank["logits"], expected, rtol=1e-4, atol=1e-4)
         half = slice(rank * heads // 2, (rank + 1) * heads // 2)
         assert of_rank["heads"] == [(half.start, half.stop)] * len(whole)

@@ -16,12 +16,10 @@ from scripts.bench.baselines.selection import Grid
 from scripts.bench.baselines.settings import PBS, Antidiagonal, FlashPrefill, FlashPrefillV2, Sparge
 from scripts.bench.baselines.tiles import antidiagonal_tile, block_sparse_tile
 from scripts.bench.baselines.xattention import block_weights, head_weights
-from support.kernels import DEVICE, DTYPES, ON_GPU, relative_error
-from support.marks import INTERPRETED, all_but_first, pairwise
-
-SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
-EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
-COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs a compiled kernel")
+from support.kernels import DTYPES, ON_GPU, relative_error
+from support.kernels import inputs as kernel_inputs
+from support.layouts import as_transformers
+from support.marks import COMPILED, INTERPRETED, MORE_CASES, SLOW_KERNELS, all_but_first, pairwise
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -49,19 +47,9 @@ SETTINGS = [
 ]
 
 
-def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=DTYPES[0]):
-    """Tensors as transformers hands them over, views of [B, L, H, D]: clustered keys and drifting queries."""
-    generator = torch.Generator(DEVICE).manual_seed(q_len + kv_len + heads)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, device=DEVICE)
-
-    topics = normal(16, head_dim)
-    key_topics = topics[torch.arange(kv_len, device=DEVICE) // 96 % 16][:, None]
-    drift = topics[torch.arange(q_len, device=DEVICE) // 256 % 16][:, None]
-    q = normal(batch, q_len, heads, head_dim) + drift
-    k = normal(batch, kv_len, kv_heads, head_dim) * 0.6 + key_topics
-    return [t.to(dtype).transpose(1, 2) for t in (q, k, normal(batch, kv_len, kv_heads, head_dim))]
+def inputs(*sizes):
+    """Clustered keys and drifting queries as transformers hands them over, views of [B, L, H, D]."""
+    return as_transformers(*kernel_inputs(*sizes))
 
 
 def scale_of(q):
@@ -70,7 +58,7 @@ def scale_of(q):
 
 @pytest.mark.parametrize(
     ("settings", "shape", "dtype"),
-    all_but_first(pairwise(SETTINGS, SHAPES, DTYPES, mark=EXHAUSTIVE, count=14), SLOW, 3),
+    all_but_first(pairwise(SETTINGS, SHAPES, DTYPES, mark=MORE_CASES, count=14), SLOW_KERNELS, 3),
 )
 def test_the_kernel_computes_what_is_selected(settings, shape, dtype):
     q, k, v = inputs(*shape, dtype)
@@ -109,7 +97,7 @@ WEIGHTS = {"rtol": 1.2e-3, "atol": 1e-7} if ON_GPU else {"rtol": 1e-4, "atol": 1
 @pytest.mark.parametrize(
     ("shape", "block", "dtype"),
     all_but_first(
-        pairwise([*SHAPES, pytest.param((1, 2, 1, 100, 4500, ODD_DIM), id="k4500")], [64, 128], DTYPES), SLOW, 2
+        pairwise([*SHAPES, pytest.param((1, 2, 1, 100, 4500, ODD_DIM), id="k4500")], [64, 128], DTYPES), SLOW_KERNELS, 2
     ),
 )  # fmt: skip
 def test_flash_prefills_weights_are_those_of_torch(shape, block, dtype):
@@ -168,7 +156,7 @@ STRIDES = [(8, 128, 128), (16, 64, 64), (64, 64, 64), (4, 256, 256), (8, 64, 256
 
 @pytest.mark.parametrize(
     ("shape", "stride", "block_m", "block_n", "dtype", "capability"),
-    all_but_first(pairwise(SHAPES, STRIDES, DTYPES, CAPABILITIES, mark=EXHAUSTIVE, count=16), SLOW, 3),
+    all_but_first(pairwise(SHAPES, STRIDES, DTYPES, CAPABILITIES, mark=MORE_CASES, count=16), SLOW_KERNELS, 3),
 )
 def test_xattentions_weights_are_those_of_torch(shape, stride, block_m, block_n, dtype, capability):
     q, k, _ = inputs(*shape, dtype)

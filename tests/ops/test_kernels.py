@@ -48,11 +48,8 @@ from support.kernels import (
     relative_error,
 )  # fmt: skip
 from support.layouts import as_transformers, pack, unpacked
-from support.marks import COMPILED, INTERPRETED, all_but_first, pairwise
+from support.marks import COMPILED, INTERPRETED, MORE_CASES, SLOW_KERNELS, all_but_first, pairwise
 from support.naive import naive_attention
-
-SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
-EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -118,7 +115,7 @@ FORMS = {  # what a call may be besides: of the module `prefill`, what is set
 
 @pytest.mark.parametrize(
     ("shape", "layer", "form", "features", "tile", "head_dim", "dtype"),
-    all_but_first(pairwise(SHAPES, LAYERS, FORMS, FEATURES, TILES, DTYPES, mark=EXHAUSTIVE, count=24), SLOW, 3),
+    all_but_first(pairwise(SHAPES, LAYERS, FORMS, FEATURES, TILES, DTYPES, mark=MORE_CASES, count=24), SLOW_KERNELS, 3),
 )
 def test_prefill_equals_the_reference(shape, layer, form, features, tile, head_dim, dtype, monkeypatch):
     """Every row, its log-sum-exp, and where each row tile stops.
@@ -203,7 +200,7 @@ def test_heads_that_stop_are_as_near_to_dense_as_the_reference(starts, tile, hea
 HEAD_DIMS = [(80, 80), (48, 32), (192, 128), (64, 96), (8, 8), (96, 96), (256, 256)]
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), all_but_first(HEAD_DIMS, SLOW, 2))
+@pytest.mark.parametrize(("head_dim", "value_dim"), all_but_first(HEAD_DIMS, SLOW_KERNELS, 2))
 def test_other_head_dims_and_values_with_one_of_their_own(head_dim, value_dim):
     """The op itself: it fills up, runs the kernel, and cuts the output; the scale is that of the keys' head dim.
 
@@ -230,7 +227,7 @@ def test_other_head_dims_and_values_with_one_of_their_own(head_dim, value_dim):
 
 @pytest.mark.slow(reason="every sequence on its own too, in Triton's interpreter")
 @pytest.mark.parametrize(
-    ("tile", "head_dim", "splits"), all_but_first(pairwise([TILES[0], TILES[-1]], [8, 1]), EXHAUSTIVE, 1)
+    ("tile", "head_dim", "splits"), all_but_first(pairwise([TILES[0], TILES[-1]], [8, 1]), MORE_CASES, 1)
 )
 def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, splits, monkeypatch):
     """One has no tokens, one so few keys that splits are empty, one no more keys than queries."""

@@ -20,7 +20,7 @@ from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN
 from support.layouts import edges_of
-from support.marks import all_but_first, pairwise
+from support.marks import SLOW_KERNELS, all_but_first, pairwise
 
 SCALE = 8 if ON_GPU else 1
 LENGTH, SEGMENT, HEAD_DIM, PADDING = 250 * SCALE, 64 * SCALE, 64, 170 * SCALE
@@ -32,7 +32,6 @@ HEADS = (
 )
 BAD = [math.nan, math.inf, -math.inf]
 POSITIONS = [40 * SCALE, 90 * SCALE, LENGTH - 1]  # in the first segment, in the prefix of later ones, last
-SLOW = pytest.mark.slow(reason="more numbers in Triton's interpreter, seconds each")
 TILES = [PLAIN, HOPPER] if ON_GPU else [PLAIN]
 PATHS = ["dense", "exact", "window", "soft-capped window", "reference", "kernels", "splits"]
 
@@ -68,7 +67,7 @@ def drop_nan(monkeypatch):
 @pytest.mark.parametrize(
     ("path", "where", "bad", "position", "tile"),
     pairwise(PATHS[:5], ["q", "k", "v"], BAD, POSITIONS, [PLAIN])
-    + all_but_first(pairwise(PATHS[5:], ["k", "q", "v"], BAD, POSITIONS[1:], TILES), SLOW),
+    + all_but_first(pairwise(PATHS[5:], ["k", "q", "v"], BAD, POSITIONS[1:], TILES), SLOW_KERNELS),
 )
 def test_where_dense_attention_is_nan_s2o_is(path, where, bad, position, tile, monkeypatch):
     q, k, v, start = inputs(where, bad, position, on_host=path in PATHS[:5])
@@ -100,7 +99,7 @@ def test_where_dense_attention_is_nan_s2o_is(path, where, bad, position, tile, m
 
 @pytest.mark.parametrize(
     ("backend", "bad"),
-    [("reference", math.nan), ("dense", 6e4), pytest.param("triton", math.nan, marks=SLOW), ("triton", 6e4)],
+    [("reference", math.nan), ("dense", 6e4), pytest.param("triton", math.nan, marks=SLOW_KERNELS), ("triton", 6e4)],
 )
 def test_what_lies_in_padding_or_in_a_neighbour_reaches_no_other_row(backend, bad):
     config, pad = LayerConfig(HEADS, PLAIN), 40

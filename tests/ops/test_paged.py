@@ -12,11 +12,10 @@ from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.sequences import PagedKeys
 from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, TILE, TILES
-from support.marks import INTERPRETED, all_but_first, pairwise
+from support.marks import INTERPRETED, MORE_CASES, all_but_first, pairwise
 from support.paging import LAYOUTS, PagedBatch
 
 SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
-EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
 SPECIALIZED = LayerConfig.uniform(4, segment=128, tile=HOPPER)
 LENGTHS, QUERIES = ([1500, 333, 2049, 640], [1500, 1, 700, 129]) if ON_GPU else ([371, 330, 90], [270, 330, 1])
@@ -83,7 +82,7 @@ def same(ours, expected):
     ("name", "page_size", "backend", "splits", "tile", "head_dim"),
     all_but_first(
         [(LAYOUTS[0], 16, "reference", 1, PLAIN, 64), (LAYOUTS[1], 4, "dense", 1, PLAIN, 64)]
-        + pairwise(LAYOUTS, PAGE_SIZES, ["triton"], [8, 1], TILES[::2], mark=EXHAUSTIVE, count=4),
+        + pairwise(LAYOUTS, PAGE_SIZES, ["triton"], [8, 1], TILES[::2], mark=MORE_CASES, count=4),
         SLOW, 2,
     ),
 )  # fmt: skip

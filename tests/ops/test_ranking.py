@@ -16,10 +16,7 @@ from s2o_runtime.kernels.rank.scores import score
 from s2o_runtime.kernels.rank.tail import EDGES, sum_tails
 from s2o_runtime.reference.ranking import log_weights, make_representatives
 from support.kernels import TILE, call_of, inputs, prefix_of, starts_of
-from support.marks import COMPILED, INTERPRETED, all_but_first
-
-SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
-EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
+from support.marks import COMPILED, INTERPRETED, MORE_CASES, SLOW_KERNELS, all_but_first
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -38,8 +35,8 @@ def rank_of(call):
     ("representatives", "starts", "length", "softcap"),
     [
         (16, [30, 0], 394, 1.5),
-        *all_but_first([(1, [30, 0], 394, None), (16, None, 394, None)], SLOW, 0),
-        *all_but_first([(1, [30, 0], 2600, 1.5), (16, [30, 0], 2600, None)], EXHAUSTIVE, 0),
+        *all_but_first([(1, [30, 0], 394, None), (16, None, 394, None)], SLOW_KERNELS, 0),
+        *all_but_first([(1, [30, 0], 2600, 1.5), (16, [30, 0], 2600, None)], MORE_CASES, 0),
     ],
 )
 def test_rank_scores_and_orders_every_prefix(representatives, starts, length, softcap, monkeypatch):
@@ -86,7 +83,7 @@ def bucket_order(scores):
 
 
 @INTERPRETED
-@SLOW
+@SLOW_KERNELS
 def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch):
     q, k = torch.randn(1, 1, 64, 64), torch.randn(1, 1, 3000, 64)
     config, scores = LayerConfig.uniform(1, segment=64, representatives=16, tile=TILE, lookback=64), []
@@ -101,7 +98,7 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch):
 @INTERPRETED
 @pytest.mark.parametrize(
     ("splits", "head_dim", "starts", "q_len"),
-    all_but_first([(2, 64, [30], 560), (3, 64, [30, 0], 230), (1, 128, None, 560), (1, 256, None, 230)], SLOW),
+    all_but_first([(2, 64, [30], 560), (3, 64, [30, 0], 230), (1, 128, None, 560), (1, 256, None, 230)], SLOW_KERNELS),
 )
 def test_tail_sums_are_those_of_the_order(splits, head_dim, starts, q_len, monkeypatch):
     """A program sums four segments or eight, of which the last one has one."""
@@ -141,7 +138,7 @@ def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():
 
 
 @INTERPRETED
-@SLOW
+@SLOW_KERNELS
 def test_the_coarse_order_is_nearly_the_full_order():
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
     q, k, _ = inputs(1, 1, 1, 64, 12000, 64)

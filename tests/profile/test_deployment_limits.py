@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +16,8 @@ from s2o_runtime.identity import ROPE, compose_fingerprint, explain_mismatch, fi
 from s2o_runtime.profile.profile import with_safe_tile
 from s2o_runtime.tiles import list_candidate_tiles
 from support.models import close, make_profile, new_model, prompt, twin, used_s2o
+from support.pages import ROOT
 
-SHIPPED_H200 = Path(__file__).parents[2] / "profiles/demo/nvidia-h200/rel-mse-0.001.safetensors"
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 2048}
 
@@ -30,7 +29,7 @@ def reasons(model):
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_another_gpu_stops_heads_where_the_profile_was_proven_to(capability):
     """Never more checks than the profile's, and the same rows stop together: else errors grow up to 72 times."""
-    profile = load_profile(SHIPPED_H200)
+    profile = load_profile(ROOT / "profiles/demo/nvidia-h200/rel-mse-0.001.safetensors")
     tiles = list_candidate_tiles(profile.geometry.head_dim, capability)
     for config in (layer for bucket in profile.layers for layer in bucket if not layer.is_dense):
         safe = with_safe_tile(config, tiles).validate()

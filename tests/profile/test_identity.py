@@ -2,7 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +22,9 @@ from s2o_runtime.identity import (
 )
 from s2o_runtime.profile import save_profile
 from support.models import CONFIGS, SIZES, make_profile, twin
+from support.pages import DEMO_PROFILE, ROOT
 
-SAVED = json.loads((Path(__file__).parents[1] / "golden/transformers-configs.json").read_text(encoding="utf-8"))
-SHIPPED = Path(__file__).parents[2] / "profiles/demo/cpu/mse-0.0001.safetensors"
+SAVED = json.loads((ROOT / "tests/golden/transformers-configs.json").read_text(encoding="utf-8"))
 MOE = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False}
 
 
@@ -229,12 +228,13 @@ def test_modules_and_prompts_that_peft_trained_are_another_model():
 
 def test_a_profile_without_the_config_is_said_to_be_one_and_refused_under_strict(info_log):
     model = AutoModelForCausalLM.from_pretrained("calibrate/demo/model")
-    patch(model, SHIPPED)
+    patch(model, DEMO_PROFILE)
     said = [message for message in info_log.messages if "config not compared" in message]
     assert said == ["config not compared: the profile of demo lacks the values of config.json: calibrate again"]
     assert explain(model) == []
     unpatch(model)
-    assert "lacks the values of config.json: calibrate again, or patch with strict=False" in refusal(model, SHIPPED)
+    why = "lacks the values of config.json: calibrate again, or patch with strict=False"
+    assert why in refusal(model, DEMO_PROFILE)
 
 
 def test_a_fingerprint_in_a_foreign_file_is_not_taken_for_values(tmp_path, monkeypatch):

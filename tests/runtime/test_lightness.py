@@ -16,7 +16,7 @@ from calibrate.model.models import load_config
 from s2o_runtime import LayerConfig, Profile, TileConfig, patch, save_profile, unpatch
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import fingerprint, geometry
-from support.processes import ROOT
+from support.pages import ROOT
 
 SLOW = pytest.mark.slow(reason="imports torch in cold processes")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="imports transformers in cold processes")

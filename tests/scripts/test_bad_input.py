@@ -11,7 +11,6 @@ CASES = [
     (attention, "--lengths 64 --segment 64", "length 64 is too short for --segment 64: try 65"),
     (attention, "--densities 0.5,2", "density 2 is out of range"),
     (attention, "--heads 4/3", "are not query heads and KV heads"),
-    (attention, "--tile 96x32x1:4:2", "block_m 96 is not supported"),
     (attention, "--rounds 0", "--rounds is 0: use at least 1"),
     (methods, "--data demmo", "did you mean demo"),
     (first_token, "", "give either --profile FILE, or --density X"),

@@ -14,7 +14,7 @@ from s2o_runtime.files import hash_file
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, save_profile
 from s2o_runtime.reference.dense import exact_attention
-from scripts.bench import boards
+from scripts.bench import boards, inputs
 from scripts.bench import methods as bench
 from scripts.bench.baselines.run import baseline_attention
 from scripts.bench.baselines.settings import parse
@@ -39,6 +39,8 @@ def qkv():
 def _model_of_two_layers(qkv):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "model_qkv", lambda *_: [qkv, qkv])
+        patch.setattr(bench, "ERRORS", (0.5, 9.0))
+        patch.setattr(inputs, "ERROR_ROWS", LENGTH)
         yield
 
 
@@ -60,8 +62,8 @@ def run(out, *arguments):
 
 @pytest.fixture(scope="module")
 def entry(profile, tmp_path_factory):
-    flags = f"--methods dense {PBS} {V2} {S2O} --profile {profile} --lengths {LENGTH} --errors 0.5,9"
-    flags += f" --chunks {CHUNK},{LENGTH} --turns {TURN} --device cpu --rounds 1 --error-rows {LENGTH}"
+    flags = f"--methods dense {PBS} {V2} {S2O} --profile {profile} --lengths {LENGTH}"
+    flags += f" --chunks {CHUNK},{LENGTH} --turns {TURN} --device cpu --rounds 1"
     return run(tmp_path_factory.mktemp("out") / "out.json", *flags.split())
 
 

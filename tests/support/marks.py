@@ -11,6 +11,8 @@ import torch
 
 from s2o_runtime.devices import is_interpreted
 
+SLOW_KERNELS = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
+MORE_CASES = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 COMPILED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs compiled kernels")
 INTERPRETED = pytest.mark.skipif(not is_interpreted(), reason="a GPU is here, so kernels are compiled")
 

@@ -4,10 +4,9 @@ import contextlib
 import io
 import signal
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).parents[2]
+from support.pages import ROOT
 
 
 def environment(home):
