@@ -8,7 +8,7 @@ is certified first: its proof only takes from layers, and what is proven is meas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -37,7 +37,7 @@ from calibrate.proof.state import Candidate, make_record
 from calibrate.proof.verify import Prompts, Prover
 from calibrate.proof.weigh import check_noise, make_answer_budgets, scale_to_answers
 from calibrate.recipe import DEFAULT_BUDGET, Recipe
-from calibrate.search.choice import LayerBudget, LayerPlan, make_constraints
+from calibrate.search.choice import LayerBudget, make_constraints
 from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
@@ -257,25 +257,15 @@ def _with_crossovers(
     executor: Executor, chosen: Mapping[int, SearchResult], journal: Journal
 ) -> dict[int, SearchResult]:
     """Return the choices with the lengths below which their tiles are slower than dense attention on the GPU."""
-    layers: dict[Hashable, Layer] = {
-        (length, index): describe_crossing(choice, length)
-        for length, length_chosen in chosen.items()
-        for index, choice in enumerate(length_chosen.choices)
+    plans = {(length, index): plan for length, result in chosen.items() for index, plan in enumerate(result.choices)}
+    tiles = measure_crossovers(
+        executor, {at: Layer(plan.config, at[0], plan.allocation.density) for at, plan in plans.items()}, journal
+    )
+    crossed = {at: replace(plan, point=plan.point._replace(tile=tiles[at])) for at, plan in plans.items()}
+    return {
+        length: replace(result, choices=[plan for at, plan in crossed.items() if at[0] == length])
+        for length, result in chosen.items()
     }
-    tiles = measure_crossovers(executor, layers, journal)
-    choices = {
-        length: [
-            replace(choice, point=choice.point._replace(tile=tiles[length, index]))
-            for index, choice in enumerate(length_chosen.choices)
-        ]
-        for length, length_chosen in chosen.items()
-    }
-    return {length: replace(chosen[length], choices=choices[length]) for length in chosen}
-
-
-def describe_crossing(choice: LayerPlan, length: int) -> Layer:
-    """Return what a layer's crossovers depend on; one that was faster than dense at its length stays sparse there."""
-    return Layer(choice.config, choice.allocation.density, None if choice.config.is_dense else length)
 
 
 def make_journal_identity(model: LoadedModel | Executor, device: DeviceIdentity) -> dict[str, Any]:

@@ -139,7 +139,8 @@ class TileConfig:
     # default holds (`tiles.get_fewest_queries`).
     min_queries: int = 0
     # From so many keys on, `min_queries` was measured for calls whose prefix is at least as long as their queries, so
-    # that it alone decides about them, and not `dense_below`. 0 where it was not: then both do.
+    # that it alone decides about them, and not `dense_below`. With fewer keys, but at least `dense_below`, as much work
+    # as that of `min_queries` is enough too (`CallShape.is_little_for`). 0 where it was not measured: then both decide.
     tail_keys: int = 0
 
     @property

@@ -47,19 +47,28 @@ class CallShape:
     def is_little_for(self, tile: TileConfig) -> bool:
         """Return whether one sequence is less work than a whole prompt of the tile's `dense_below` keys.
 
-        Never of a tail for which its `min_queries` was measured, which then decides alone.
+        Never of a tail that is as much work as the least that was measured to win, `min_queries` behind `tail_keys`
+        keys, and has as many keys as that tail or that prompt.
         """
-        measured = 0 < tile.tail_keys <= self.kv_len and self.offset >= self.q_len
-        return not measured and self.causal_pairs < tile.dense_below * (tile.dense_below + 1) // 2
+        least = count_causal_pairs(tile.dense_below, tile.dense_below)
+        # The fewer keys there are, the larger a share of them is computed: no work is enough for too few of them.
+        if tile.tail_keys and self.offset >= self.q_len and self.kv_len >= min(tile.tail_keys, tile.dense_below):
+            least = min(least, count_causal_pairs(tile.min_queries, tile.tail_keys))
+        return self.causal_pairs < least
 
     @property
     def causal_pairs(self) -> int:
         """Query-key pairs of one head of one sequence that dense causal attention computes."""
-        return self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2
+        return count_causal_pairs(self.q_len, self.kv_len)
 
     def row_tiles(self, block_m: int) -> int:
         """Count the tiles of `block_m` rows that the queries of one head fill."""
         return -(-self.q_len // block_m)
+
+
+def count_causal_pairs(queries: int, keys: int) -> int:
+    """Count the query-key pairs of one head in which the last `queries` of a sequence of `keys` see their keys."""
+    return queries * keys - queries * (queries - 1) // 2
 
 
 def check_tensor(name: str, tensor: object) -> None:

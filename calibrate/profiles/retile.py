@@ -130,7 +130,7 @@ def _tune_layers(
         else:
             for i, j in group:
                 tuned = profile.layers[i][j].with_tile(tile)
-                crossing = Layer(tuned, density, key.length)
+                crossing = Layer(tuned, profile.lengths[i], density)
                 new_layers[i][j] = tuned.with_tile(with_crossover(crossing, profile.geometry, where))
         timed.append(
             RetiledLayers(

@@ -32,7 +32,7 @@ LONGEST = 32768  # tiles are compared at this length at most
 ROUNDS = 3
 
 LENGTHS = tuple(1 << power for power in range(9, 18))
-TAIL_KEYS = (8192, 32768, 131072)  # keys that tails are timed behind
+MIN_TAIL_KEYS = 8192  # with half of them 2048 queries win against FlashAttention 2 alone (bench-tails-h200.json)
 TAILS = tuple(1 << power for power in range(4, 14))  # queries; some beyond the end of a segment join them
 ENDED_SEGMENTS = (1, 2, 4)
 COMPILED_SEGMENTS = 4  # of the prompt that kernels are compiled on
@@ -182,7 +182,7 @@ class CrossoverKey:
         return LayerConfig((self.head,) * geometry.query_heads, tile).validate()
 
 
-Case = tuple[float, int | None]  # the density, in hundredths, and `faster_at` of a layer
+Case = tuple[float, int]  # the density, in hundredths, and the bucket of a layer
 
 
 @dataclass(frozen=True)
@@ -190,38 +190,46 @@ class Layer:
     """The part of a layer that its crossovers depend on."""
 
     config: LayerConfig
+    length: int  # the bucket that it is of, in tokens
     density: float = 0.0  # query-key pairs that it computes over causal pairs: calls have to pay for them
-    faster_at: int | None = None  # a length at which it was timed faster than dense, so it does not go dense there
 
     @property
     def case(self) -> Case:
         """Its difference to others of its key."""
-        return round(self.density, 2), self.faster_at
+        return round(self.density, 2), self.length
 
 
 def with_crossover(layer: Layer, geometry: Geometry, device: torch.device) -> TileConfig:
-    """Measure a layer's crossovers on a GPU, and return its tile with `dense_below`, in keys, and `min_queries`."""
+    """Measure a layer's crossovers on a GPU, and return its tile with them."""
     key = CrossoverKey.from_layer(layer.config)
-    return _set_crossover(layer.config.tile, *_measure_crossover(key, geometry, device, layer.case))
+    return replace(layer.config.tile, **_measure_crossover(key, geometry, device, layer.case))
 
 
-def _measure_crossover(key: CrossoverKey, geometry: Geometry, device: torch.device, case: Case) -> tuple[int, int]:
-    """Measure `dense_below` and `min_queries` of layers of one key and density."""
-    density, faster_at = case
-    below = find_dense_below(key, geometry, device, density)
-    below = below if faster_at is None else min(below, faster_at)
-    crossed = replace(key, tile=_set_crossover(key.tile, below, DECODE))
-    return below, find_min_queries(crossed, geometry, device, density)
+def _measure_crossover(key: CrossoverKey, geometry: Geometry, device: torch.device, case: Case) -> dict[str, Any]:
+    """Measure the fields of tiles that are crossovers, by name, of layers of one key, bucket and density."""
+    density, length = case
+    # A layer that is slower at its length becomes dense as a whole, so its prompts do not by `dense_below`.
+    below = min(find_dense_below(key, geometry, device, density), length)
+    crossed: dict[str, Any] = {"dense_below": below, "tail_keys": find_tail_keys(length), "min_queries": DECODE}
+    timed = replace(key, tile=replace(key.tile, **crossed))
+    return crossed | {"min_queries": find_min_queries(timed, geometry, device, density, length)}
 
 
-def _set_crossover(tile: TileConfig, below: int, fewest: int) -> TileConfig:
-    # `min_queries` was measured from the fewest of `TAIL_KEYS` on
-    return replace(tile, dense_below=below, min_queries=fewest, tail_keys=TAIL_KEYS[0]).validate()
+def find_tail_keys(length: int) -> int:
+    """Return the fewest keys that tails of a bucket's prompts are timed behind.
+
+    That is a quarter of the length: chunks with fewer keys take a sixteenth of a prompt's dense time, and a layer that
+    loses there wins behind more keys, where a head's first chunk is a small part of what it visits.
+
+    >>> find_tail_keys(131072), find_tail_keys(16384), find_tail_keys(2048)
+    (32768, 8192, 2048)
+    """
+    return min(length, max(length // 4, MIN_TAIL_KEYS))
 
 
 @dataclass(frozen=True)
 class Crossovers(WorkItem):
-    """Measurement of `dense_below` and `min_queries` of each case of layers of one key."""
+    """Measurement of the crossovers of each case of layers of one key."""
 
     of: CrossoverKey
     cases: tuple[Case, ...]
@@ -238,7 +246,7 @@ class Crossovers(WorkItem):
             "tile": asdict(self.of.tile), "head": repr(self.of.head), "grain": KEY_BLOCK, "cases": self.cases,
         }  # fmt: skip
 
-    def run(self, worker: WorkerState) -> list[tuple[int, int]]:
+    def run(self, worker: WorkerState) -> list[dict[str, Any]]:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device
         return [_measure_crossover(self.of, geometry, device, case) for case in self.cases]
 
@@ -248,7 +256,7 @@ def measure_crossovers(
 ) -> dict[Hashable, TileConfig]:
     """Return the tiles of many layers, by any name, with their crossovers, as `with_crossover` measures them.
 
-    Layers that differ in their density only are one item of work.
+    Layers that differ in their bucket and density only are one item of work.
     """
     keys = {name: CrossoverKey.from_layer(layer.config) for name, layer in layers.items()}
     cases: dict[CrossoverKey, dict[Case, None]] = {}
@@ -264,7 +272,7 @@ def measure_crossovers(
         for item, item_crossovers in zip(items, measure_items(items, executor, journal), strict=True)
         for case, crossover in zip(item.cases, item_crossovers, strict=True)
     }
-    return {name: _set_crossover(layer.config.tile, *by_case[keys[name], layer.case]) for name, layer in layers.items()}
+    return {name: replace(layer.config.tile, **by_case[keys[name], layer.case]) for name, layer in layers.items()}
 
 
 @lru_cache(maxsize=256)
@@ -280,32 +288,33 @@ def find_dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device
     return 2 * LENGTHS[-1]
 
 
-def find_min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
-    """Find the fewest queries from which on calls behind a cached prefix beat dense attention.
+def find_min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float, length: int) -> int:
+    """Find the fewest queries from which on calls behind a cached prefix beat dense attention in prompts of a length.
 
     A query behind a segment's end ranks the whole prefix once more, so calls that end there are timed too. The count
-    holds for every number of keys in `TAIL_KEYS` and for all longer tails that were timed.
+    holds with the fewest keys (`find_tail_keys`), with those of the length, and for all longer tails that were timed.
 
     The key's tile has `dense_below` and `tail_keys`: calls that run dense anyway, because their prefix is not longer
     than their queries and their work is less than such a prompt's, are not compared. density: as `_is_faster` takes it.
     It is at least 2, and twice the longest tail if dense attention is faster even there.
     """
-    fewest = DECODE
-    for keys in TAIL_KEYS:
-        ended = {count * key.head.segment + 1 for count in ENDED_SEGMENTS}
-        tails = sorted(queries for queries in {*TAILS, *ended} if queries < min(keys, TAILS[-1] + 1))
-        # the longest tail first, each with the next longer one; behind the longest stands its double
-        for queries, longer in zip(reversed(tails), [2 * tails[-1], *reversed(tails[1:])], strict=True):
-            if CallShape(1, 1, 1, queries, keys, 1, 1).is_little_for(key.tile):
-                continue
-            try:
-                s2o, dense = time_calls(key, geometry, device, queries, keys)
-            except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
-                continue
-            if not _is_faster(s2o, dense, density, MAX_TAIL_SHARE):
-                fewest = max(fewest, longer)
-                break
-    return fewest
+
+    def loses(queries: int, keys: int) -> bool:
+        if queries >= keys or CallShape(1, 1, 1, queries, keys, 1, 1).is_little_for(key.tile):
+            return False
+        try:
+            s2o, dense = time_calls(key, geometry, device, queries, keys)
+        except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
+            return False
+        return not _is_faster(s2o, dense, density, MAX_TAIL_SHARE)
+
+    ended = {count * key.head.segment + 1 for count in ENDED_SEGMENTS}
+    longer = 2 * TAILS[-1]
+    for queries in sorted({queries for queries in {*TAILS, *ended} if queries <= TAILS[-1]}, reverse=True):
+        if any(loses(queries, keys) for keys in sorted({find_tail_keys(length), length})):
+            return longer
+        longer = queries
+    return DECODE
 
 
 def _is_faster(s2o: float, dense: float, density: float, share: float) -> bool:

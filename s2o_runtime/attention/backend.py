@@ -72,7 +72,7 @@ def find_dense_reason(config: LayerConfig, shape: CallShape, gpu: Capability) ->
     """
     if config.is_dense:
         return DenseReason.NO_S2O_HEAD
-    fewest = max(get_fewest_queries(config.tile, gpu), config.last_rows + 1)  # of last rows alone, none would be sparse
+    fewest = max(get_fewest_queries(config.tile, gpu), 2 * config.last_rows)  # fewer others save less than they cost
     if shape.offset > 0 and shape.q_len < fewest:
         return DenseReason.FEW_QUERIES.fill_in(fewest)
     if shape.offset == 0 and shape.q_len <= config.shortest_segment:  # no head has keys before a segment

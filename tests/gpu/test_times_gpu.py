@@ -58,7 +58,7 @@ def longest_call(heads, keys):
 def measured(config, heads):
     """The layer with what calibration measures of short calls: from how many queries on the kernels are worth it."""
     geometry = Geometry("bench", 1, *heads, 128)
-    return config.with_tile(with_crossover(Layer(config, DENSITY), geometry, torch.device("cuda")))
+    return config.with_tile(with_crossover(Layer(config, KEYS[-1], DENSITY), geometry, torch.device("cuda")))
 
 
 def last(qkv, queries, keys):

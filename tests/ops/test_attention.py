@@ -73,14 +73,13 @@ def short_tail(**tile):
         (short_tail(min_queries=40), 39, 150, FASTER),
         (short_tail(min_queries=40), 40, 150, None),
         (short_tail(min_queries=400), 150, 150, None),  # a whole prompt is no tail
-        (short_tail(dense_below=150), 140, 150, FASTER),  # less work than a prompt of 150
         (short_tail(dense_below=150), 150, 150, None),
         (short_tail(dense_below=150), 80, 182, None),  # 11400 pairs, where a prompt of 150 has 11325
         (short_tail(dense_below=151), 80, 182, FASTER),  # and one of 151 has 11476
-        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 40, 150, None),  # measured for such tails
-        (short_tail(dense_below=400, min_queries=41, tail_keys=150), 40, 150, FASTER),
-        (short_tail(dense_below=400, min_queries=40, tail_keys=151), 40, 150, FASTER),  # behind more keys only
-        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 75, 150, None),
+        (short_tail(dense_below=400, min_queries=40, tail_keys=150), 75, 150, None),  # measured for such tails
+        (short_tail(dense_below=100, min_queries=10, tail_keys=400), 45, 110, None),  # 3960 pairs, where 10 of 400
+        (short_tail(dense_below=100, min_queries=10, tail_keys=400), 44, 110, FASTER),  # have 3955, and this has 3894
+        (short_tail(dense_below=100, min_queries=4, tail_keys=400), 40, 99, FASTER),  # no prompt so short is sparse
         (short_tail(dense_below=400, min_queries=40, tail_keys=150), 76, 150, FASTER),  # a prompt with a short prefix
     ],
 )
@@ -210,7 +209,7 @@ def test_a_parameter_as_sinks_is_no_gradient_where_none_is_wanted():
             s2o_attention(q, k, v, config(), sinks=sinks, backend="triton")
 
 
-def test_a_call_of_nothing_but_last_rows_runs_dense():
+def test_a_call_of_more_last_rows_than_others_runs_dense():
     ending = config(1, last_rows=256)
-    reasons = [find_dense_reason(ending, CallShape(1, 1, 1, q_len, 4096, 64, 64), (0, 0)) for q_len in (256, 257)]
+    reasons = [find_dense_reason(ending, CallShape(1, 1, 1, q_len, 4096, 64, 64), (0, 0)) for q_len in (511, 512)]
     assert [reason and DenseReason.from_sentence(reason) for reason in reasons] == [DenseReason.FEW_QUERIES, None]

@@ -29,7 +29,6 @@ A100 = DeviceIdentity("cuda", "pretended", (8, 0), 108, 1)
 CPU = DeviceIdentity("cpu", "cpu")
 A100_TILES = list_candidate_tiles(64, A100.capability)
 FORMER = TileConfig(64, 128, 4, 4, 3, specialized=True, dense_below=1024)  # rows 128, stride 512
-CROSSOVER = 768
 DENSITY = 0.8
 
 
@@ -82,7 +81,7 @@ class PretendedGpu:
         return Timing(seconds, 1.0)
 
     def cross(self, layer, geometry, device):
-        return replace(layer.config.tile, dense_below=CROSSOVER, min_queries=round(100 * layer.density))
+        return replace(layer.config.tile, dense_below=layer.length, min_queries=round(100 * layer.density))
 
 
 @pytest.fixture
@@ -111,13 +110,14 @@ def sparse_and_dense(first, density):
     return profile([[first, layer("dddd"), layer("dddd")]], [[density, 1.0, 1.0]], lengths=(2048,))
 
 
-def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, gpu, tmp_path):
+def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST", 1024)  # crossovers are those of the bucket nevertheless
     fastest = next(tile for tile in A100_TILES if (tile.block_m, tile.stride) == (64, 1024))
     gpu.seconds = lambda config: 0.3 if config.tile == fastest else 0.5
     new = run(tmp_path)
     assert (new.device, new.fingerprint, new.lengths) == (A100, old.fingerprint, old.lengths)
-    for before, after in zip(old.layers, new.layers, strict=True):
-        expected = replace(fastest, dense_below=CROSSOVER, min_queries=80)  # at a DENSITY of 0.8
+    for before, after, length in zip(old.layers, new.layers, old.lengths, strict=True):
+        expected = replace(fastest, dense_below=length, min_queries=80)  # at a DENSITY of 0.8
         assert [config.tile for config in after[:2]] == [expected] * 2
         assert after[2].tile in A100_TILES
         for was, config in zip(before, after, strict=True):

@@ -148,8 +148,8 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected,
     assert seen[-1] == min(expected, tiles.LENGTHS[-1])
 
 
-@pytest.mark.parametrize(("faster_at", "kept"), [(None, 8192), (8192, 8192), (4096, 4096)])
-def test_a_layer_is_timed_with_its_dearest_ranking_and_not_dense_where_it_was_faster(monkeypatch, faster_at, kept):
+@pytest.mark.parametrize(("length", "kept", "behind"), [(131072, 8192, 32768), (16384, 8192, 8192), (4096, 4096, 4096)])
+def test_a_layer_is_timed_with_its_dearest_ranking_and_is_not_dense_at_its_length(monkeypatch, length, kept, behind):
     """Even if all is dense. Shorter calls than those need not pay behind a prefix either."""
     calls = []
     monkeypatch.setattr(tiles, "find_dense_below", lambda kind, *_: calls.append(kind) or 8192)
@@ -158,10 +158,10 @@ def test_a_layer_is_timed_with_its_dearest_ranking_and_not_dense_where_it_was_fa
     dense = HeadConfig(segment=512, mode="dense", representatives=16)
     for heads, slowest in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
         config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4))
-        tile = tiles.with_crossover(Layer(config, 0.5, faster_at), GEOMETRY, CPU)
-        assert tile == TileConfig(dense_below=kept, min_queries=9, tail_keys=8192)
-        behind = TileConfig(dense_below=kept, min_queries=2, tail_keys=8192)
-        assert calls == [CrossoverKey(timed, replace(slowest, tau=MAX_TAU)) for timed in (TileConfig(), behind)]
+        crossed = TileConfig(dense_below=kept, min_queries=9, tail_keys=behind)
+        assert tiles.with_crossover(Layer(config, length, 0.5), GEOMETRY, CPU) == crossed
+        timed = TileConfig(), replace(crossed, min_queries=2)
+        assert calls == [CrossoverKey(tile, replace(slowest, tau=MAX_TAU)) for tile in timed]
         calls.clear()
 
 
@@ -182,32 +182,38 @@ def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, d
         return ranking * keys * -(-queries // kind.head.segment), queries * keys - queries * (queries - 1) / 2
 
     monkeypatch.setattr(tiles, "time_calls", seconds)
-    assert tiles.find_min_queries(KEY, GEOMETRY, CPU, density) == expected
+    assert tiles.find_min_queries(KEY, GEOMETRY, CPU, density, 131072) == expected
 
 
-@pytest.mark.parametrize(("most", "below", "expected"), [(1 << 17, 0, 4097), (1 << 15, 0, 4097), (1 << 17, 8192, 1024)])
-def test_tails_of_little_work_and_keys_that_do_not_fit_the_memory_are_not_compared(monkeypatch, most, below, expected):
-    """Behind 8192 keys S2O loses up to 4096 queries; calls of less work than a prompt of 8192 never get there."""
+@pytest.mark.parametrize(
+    ("length", "below", "most", "expected", "timed_calls"),
+    [
+        (32768, 0, 1 << 17, 4097, 4),
+        (131072, 0, 1 << 17, 1025, 14),  # what it loses behind 8192 keys does not matter
+        (131072, 0, 1 << 16, 1024, 15),  # behind 131072 keys nothing fits the memory
+        (131072, 32768, 1 << 17, 2, 1),  # calls of less work than a prompt of 32768 never get there
+    ],
+)
+def test_tails_are_timed_behind_the_keys_of_their_bucket(monkeypatch, length, below, most, expected, timed_calls):
+    calls, losing = [], {8192: 4096, 32768: 512, 131072: 1024}
 
     def seconds(kind, geometry, device, queries, keys):
+        calls.append((queries, keys))
         if keys > most:
             raise torch.OutOfMemoryError
-        return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
+        return (1.0 if queries <= losing[keys] else 0.0), 0.5
 
     monkeypatch.setattr(tiles, "time_calls", seconds)
-    key = replace(KEY, tile=TileConfig(dense_below=below))
-    assert tiles.find_min_queries(key, GEOMETRY, CPU, 0.0) == expected
+    found = tiles.find_min_queries(replace(KEY, tile=TileConfig(dense_below=below)), GEOMETRY, CPU, 0.0, length)
+    assert (found, len(calls), len({*calls})) == (expected, timed_calls, timed_calls)
 
 
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, journal):
-    """Layers that differ in their density alone are one item, and the journal answers the second time."""
+    """Layers that differ in bucket and density alone are one item, and the journal answers the second time."""
     monkeypatch.setattr(tiles, "find_dense_below", lambda kind, *_: 1000 + kind.head.segment)
-    monkeypatch.setattr(tiles, "find_min_queries", lambda kind, *rest: kind.tile.dense_below + round(100 * rest[-1]))
-    cases = {"a": (256, 0.101, None), "b": (256, 0.2, 2048), "c": (512, 0.1, None), "d": (256, 0.099, None)}
-    layers = {
-        name: Layer(LayerConfig.uniform(4, tau=0.5, segment=segment), density, faster_at)
-        for name, (segment, density, faster_at) in cases.items()
-    }
+    monkeypatch.setattr(tiles, "find_min_queries", lambda key, *rest: key.tile.dense_below + round(100 * sum(rest[2:])))
+    cases = (256, 4096, 0.101), (256, 4096, 0.2), (512, 4096, 0.1), (256, 4096, 0.099), (256, 65536, 0.101)
+    layers = {case: Layer(LayerConfig.uniform(4, tau=0.5, segment=case[0]), *case[1:]) for case in cases}
     executor, measured, run = pretended(GEOMETRY, GPU), [], tiles.Crossovers.run
     monkeypatch.setattr(tiles.Crossovers, "run", lambda item, worker: measured.append(item) or run(item, worker))
     for _ in range(2):
@@ -218,10 +224,10 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, journal):
 
 def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, journal, compiled):
     """One call for each kernel: strides and representatives make none. The second time the journal answers."""
-    monkeypatch.setattr(tiles, "_measure_crossover", lambda *_: (512, 16))
+    monkeypatch.setattr(tiles, "_measure_crossover", lambda *_: {"min_queries": 16})
     kinds = [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"tail": "mean"})]
     layers = {
-        number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind))
+        number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind), 8192)
         for number, (chunk, kind) in enumerate(kinds)
     }
     for _ in range(2):
