@@ -17,7 +17,7 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1839, 9.9),
+    "calibrate": (1832, 9.9),
     "calibrate/commands": (640, 8.8),
     "calibrate/curves": (652, 12.2),
     "calibrate/evaluation": (937, 10.9),
@@ -28,7 +28,7 @@ CAPS: dict[str, tuple[int, float]] = {
     "calibrate/report": (1369, 10.3),
     "calibrate/search": (872, 10.6),
     "calibrate/work": (484, 9.7),
-    "s2o_runtime": (1716, 9.8),
+    "s2o_runtime": (1720, 9.8),
     "s2o_runtime/attention": (660, 10.6),
     "s2o_runtime/doctor": (543, 9.2),
     "s2o_runtime/huggingface": (1191, 9.7),
@@ -45,7 +45,7 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/demo_model": (357, 10.5),
     "scripts/docs": (744, 10.4),
     "scripts/study": (115, 13.1),
-    "tests": (17575, 12.4),
+    "tests": (17578, 12.4),
     "tests/support": (1879, 12.1),
     UNALLOCATED: (54, 0.0),
 }
