@@ -122,7 +122,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         InputError: the path is none.
 
     >>> load_profile("profiles/demo/cpu/mse-0.0001.safetensors").lengths  # in a clone of the repository
-    (1024, 1536, 2048)
+    (1024, 2048)
     """
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"load_profile has a {type(path).__name__}: expected the path of a profile's file")
