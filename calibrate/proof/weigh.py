@@ -29,7 +29,7 @@ from s2o_runtime.config import KvCacheDtype, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError
 
 PROMPTS = 5  # of each length that a scale is measured on
-NOISE_PROMPTS = 2  # that two dense kernels are compared on
+NOISE_PROMPTS = 2  # that two dense kernels are compared on; `PROMPTS`, which are answered anyway, for the default
 NOISE_ROOM = 2.0  # times the noise, below which the default budget does not go
 SHARES = (2**-4, 2**-6, 2**-8)  # of the budget as sensitivities predict it, which is up to 100 times too little
 NEXT_SHARES = (2.0, 0.5)  # times the share that the length before spends
@@ -56,8 +56,9 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
     below it. On a CPU the noise is not known, which the log says.
     """
     budget, noise = recipe.budget.value, 0.0
+    count = PROMPTS if budget == default else NOISE_PROMPTS
     for length in sorted({min(recipe.lengths), max(recipe.lengths)}):  # the longest prompts have the most
-        if (of_length := measure_noise(prover, prompts[length])) is None:
+        if (of_length := measure_noise(prover, prompts[length], count)) is None:
             log.info("the noise of two dense kernels is not known on a CPU: the budget of answers is taken as it is")
             return recipe
         noise = max(noise, of_length)
@@ -74,14 +75,14 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
     return recipe
 
 
-def measure_noise(prover: Prover, prompts: Sequence[Prompt]) -> float | None:
-    """Return the mean KL between two dense kernels of the answers about the first prompts of a length, in nats.
+def measure_noise(prover: Prover, prompts: Sequence[Prompt], count: int = NOISE_PROMPTS) -> float | None:
+    """Return the mean KL between two dense kernels of the answers about the first `count` prompts of a length, in nats.
 
     None on a CPU, which has one kernel.
     """
     if prover.executor.device.kind != "cuda":
         return None
-    (answers,) = measure_answers(prover, prompts[:NOISE_PROMPTS], [], noise=True)
+    (answers,) = measure_answers(prover, prompts[:count], [], noise=True)
     return max(statistics.fmean(prompt.kl for prompt in answers), 0.0)
 
 

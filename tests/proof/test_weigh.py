@@ -119,7 +119,8 @@ def test_a_budget_goes_to_layers_whose_errors_reach_no_answer(monkeypatch):
 
 def noisy(monkeypatch, by_length, budget, device=GPU, default=2e-3, name=None):
     """The budget after two dense kernels differed by so much at each length."""
-    unit = statistics.fmean(FACTORS[: weigh.NOISE_PROMPTS])  # of which the mean is taken
+    count = weigh.PROMPTS if budget == default else weigh.NOISE_PROMPTS
+    unit = statistics.fmean(FACTORS[:count])  # of which the mean is taken
     seen, prompts = [], {1024: [], **{length: [Prompt(torch.arange(length))] * 5 for length in by_length}}
 
     def measure(prover, prompts, sources, noise):
@@ -136,7 +137,7 @@ def noisy(monkeypatch, by_length, budget, device=GPU, default=2e-3, name=None):
         return checked.budget.value
     finally:
         asked = sorted({lengths[0], lengths[-1]})[: len(seen)]
-        assert seen == [(length, weigh.NOISE_PROMPTS, [], True) for length in asked]
+        assert seen == [(length, count, [], True) for length in asked]
         assert bool(seen) == (device == GPU)
 
 
