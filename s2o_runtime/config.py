@@ -1,6 +1,6 @@
 """Every parameter of S2O attention, its range, and which combinations are legal.
 
-DESIGN.md explains the words. All classes are frozen and hashable, so a config can key a cache.
+docs/options.md explains the words. All classes are frozen and hashable, so a config can key a cache.
 """
 
 from __future__ import annotations

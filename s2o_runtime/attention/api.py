@@ -79,7 +79,7 @@ def s2o_attention(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, **option
             What `kv_start` holds is checked on a CPU alone: a GPU would have to be waited for.
         ConfigError: the config is illegal.
 
-    Source: S2O, Algorithms 1 to 3, made definite in DESIGN.md.
+    Source: S2O, Algorithms 1 to 3, made definite in docs/how-it-works.md.
 
     >>> q, k, v = (torch.randn(1, heads, 256, 64) for heads in (4, 2, 2))
     >>> config = LayerConfig.uniform(4, tau=0.5, segment=128)

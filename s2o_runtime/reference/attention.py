@@ -82,7 +82,7 @@ def s2o_attention_reference(
     splits: int = 1,
     **scores: Unpack[ScoringOptions],
 ) -> Attended:
-    """Compute S2O attention as the paper and DESIGN.md define it, without any regard to speed.
+    """Compute S2O attention as the paper and docs/how-it-works.md define it, without any regard to speed.
 
     Args:
         q, k, v, config, kv_start: as for `s2o_attention`.
