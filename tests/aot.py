@@ -3,8 +3,7 @@
     python tests/aot.py [--quick]
 
 prints one JSON object per configuration and fails when one of them breaks a rule. With --quick only the largest
-configuration of each kernel is compiled, for each GPU generation and variant, of the baselines' kernels for sm_90,
-which alone times them. It is a program of its own
+configuration of each kernel is compiled, for each GPU generation and variant. It is a program of its own
 because kernels that were imported for the interpreter cannot be compiled in the same process. The Triton that
 is imported is the one that is checked: `make aot` runs this with the oldest and the newest supported one.
 """
@@ -288,11 +287,7 @@ def cases() -> list[Case]:
 
 
 def largest(every: Iterable[Case]) -> list[Case]:
-    """Of each kernel, GPU generation and variant the configuration that needs most registers and memory.
-
-    Of the baselines' kernels those for sm_90: no other GPU times them.
-    """
-    baselines = {case.kernel for case in block_sparse_cases() + antidiagonal_cases()}
+    """Of each kernel, GPU generation and variant the configuration that needs most registers and memory."""
 
     def size(case: Case) -> tuple[int, int, int, int]:
         area = case.tile.block_m * case.tile.block_n * case.tile.num_stages if case.tile else 0
@@ -300,8 +295,6 @@ def largest(every: Iterable[Case]) -> list[Case]:
 
     chosen: dict[tuple[str, int, str], Case] = {}
     for case in every:
-        if case.kernel in baselines and case.capability != 90:
-            continue
         key = case.kernel, case.capability, case.variant
         if key not in chosen or size(case) > size(chosen[key]):
             chosen[key] = case
