@@ -392,6 +392,12 @@ def run_of_calibrator(arguments):
             "profile proof": "note kl 0.001 at the rows that answer", "profile dense too": "ok prompt logprobs",
             "profile last layer": "ok in a server, only rows that are read",
         }),
+        (main, "{folder}/older.safetensors", DEMO, {
+            "profile model": "note is the profile's: weights compared, config not compared",
+        }),
+        (run_of_calibrator, "{folder}/older.safetensors", "demo", {
+            "profile model": "note demo is the profile's: weights compared, config not compared",
+        }),
         (main, "{folder}/random.safetensors", None, {"profile weights": "problem calibrated on random weights"}),
         (run_of_calibrator, DEMO_PROFILE, "demo", {
             "model attention in them": "ok 100% at 1024, 100% at 2048 tokens",
@@ -406,8 +412,11 @@ def test_a_profile_and_a_model(run, profile, model, expected, capsys, tmp_path):
     """They fit one another or not, and an alias shows what a calibration would find."""
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    save_profile(replace(load_profile(DEMO_PROFILE), fingerprint="random-1"), tmp_path / "random.safetensors")
-    answers = replace(load_profile(DEMO_PROFILE), record={"budget": {"kind": "kl", "value": 1e-3}})
+    shipped = load_profile(DEMO_PROFILE)
+    older = replace(shipped, fingerprint=shipped.fingerprint.partition("+config-")[0])
+    save_profile(older, tmp_path / "older.safetensors")
+    save_profile(replace(shipped, fingerprint="random-1"), tmp_path / "random.safetensors")
+    answers = replace(shipped, record={"budget": {"kind": "kl", "value": 1e-3}})
     save_profile(answers, tmp_path / "answers.safetensors")
     flags = [f"--{name}={value}" for name, value in (("profile", profile), ("model", model)) if value]
     code, sections = doctor(capsys, *(flag.format(folder=tmp_path) for flag in flags), run=run)
