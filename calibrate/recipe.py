@@ -320,6 +320,11 @@ class Recipe:
         return (*self.lengths, *self.checked_lengths)
 
     @property
+    def noise_lengths(self) -> list[int]:
+        """The lengths at which two dense kernels are compared: the shortest and the longest that is calibrated."""
+        return sorted({min(self.lengths), max(self.lengths)})
+
+    @property
     def prompt_source(self) -> str:
         """The prompts' files, or kinds of built-in text, in words."""
         sources = format_value(self.prompts or self.used_domains, ", ")

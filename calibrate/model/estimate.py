@@ -245,10 +245,10 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
             return sum(time_answers(length, recipe.num_certify, 1, often) for length in proven)
 
         certifying = certify(LOOKS)
-        ends = {min(recipe.lengths), max(recipe.lengths)} if on_gpu else set()
-        noise = sum(time_answers(at, ANSWERED, 1, 1) for at in ends)
+        compared = recipe.noise_lengths if on_gpu else []
+        noise = sum(time_answers(length, ANSWERED, 1, 1) for length in compared)
         weighing = 2 * read + on_gpu * COMPILING / 2 + WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
-        weighing += sum(time_answers(length, ANSWERED, length not in ends, 2) for length in recipe.lengths)
+        weighing += sum(time_answers(length, ANSWERED, length not in compared, 2) for length in recipe.lengths)
         scaling = sum(time_answers(length, recipe.held_out, 0.5, 1) for length in recipe.lengths)
     else:
         # random weights find no needle

@@ -88,6 +88,11 @@ def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     return squares / (heads * value_dim), relative
 
 
+def find_part_edges(length: int) -> list[int]:
+    """Return where the parts of a prompt begin, each of which has a window, and where the last one ends."""
+    return [length * part // WINDOWS for part in range(WINDOWS + 1)]
+
+
 def draw_windows(prompt: Prompt) -> list[range]:
     """Draw the rows, in order, whose errors stand for all rows of a prompt: of a long one a window of each part.
 
@@ -97,7 +102,7 @@ def draw_windows(prompt: Prompt) -> list[range]:
     if length <= WINDOWS * WINDOW_ROWS:
         return [range(length)]
     windows = []
-    for edge, end in pairwise(length * part // WINDOWS for part in range(WINDOWS + 1)):
+    for edge, end in pairwise(find_part_edges(length)):
         first = draw.randrange(edge, end, TILE_ROWS)
         beyond = range(edge, edge + max(0, first + WINDOW_ROWS - end))
         windows += [window for window in (beyond, range(first, min(first + WINDOW_ROWS, end))) if window]
@@ -109,8 +114,9 @@ def draw_first_rows(windows: Sequence[range], length: int, segment: int) -> list
 
     Of long segments the windows hold few first rows, and single ones of these may err a hundred times as much.
     """
-    begins = {-(-(length * part // WINDOWS) // segment) * segment for part in range(1, WINDOWS)}
-    return [range(row, row + 1) for row in sorted(begins - {*chain(*windows)}) if row < length]
+    begins = {-(-edge // segment) * segment for edge in find_part_edges(length)[1:-1]}
+    missing = (row for row in sorted(begins) if row < length and not any(row in window for window in windows))
+    return [range(row, row + 1) for row in missing]
 
 
 def select_rows(tensor: Tensor, windows: Iterable[range]) -> Tensor:

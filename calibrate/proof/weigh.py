@@ -57,7 +57,7 @@ def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float
     """
     budget, noise = recipe.budget.value, 0.0
     count = PROMPTS if budget == default else NOISE_PROMPTS
-    for length in sorted({min(recipe.lengths), max(recipe.lengths)}):  # the longest prompts have the most
+    for length in recipe.noise_lengths:  # the longest prompts have the most
         if (of_length := measure_noise(prover, prompts[length], count)) is None:
             log.info("the noise of two dense kernels is not known on a CPU: the budget of answers is taken as it is")
             return recipe

@@ -17,14 +17,14 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1832, 9.9),
+    "calibrate": (1835, 9.9),
     "calibrate/commands": (640, 8.8),
     "calibrate/curves": (652, 12.2),
     "calibrate/evaluation": (937, 10.9),
     "calibrate/model": (1507, 9.8),
     "calibrate/profiles": (361, 9.9),
     "calibrate/prompts": (976, 11.8),
-    "calibrate/proof": (1898, 11.0),
+    "calibrate/proof": (1901, 11.0),
     "calibrate/report": (1369, 10.3),
     "calibrate/search": (872, 10.6),
     "calibrate/work": (484, 9.7),
@@ -45,9 +45,9 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/demo_model": (357, 10.5),
     "scripts/docs": (744, 10.4),
     "scripts/study": (115, 13.1),
-    "tests": (17581, 12.4),
+    "tests": (17590, 12.4),
     "tests/support": (1879, 12.1),
-    UNALLOCATED: (49, 0.0),
+    UNALLOCATED: (34, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)

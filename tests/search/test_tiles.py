@@ -204,8 +204,8 @@ def test_tails_are_timed_behind_the_keys_of_their_bucket(monkeypatch, length, be
         return (1.0 if queries <= losing[keys] else 0.0), 0.5
 
     monkeypatch.setattr(tiles, "time_calls", seconds)
-    found = tiles.find_min_queries(replace(KEY, tile=TileConfig(dense_below=below)), GEOMETRY, CPU, 0.0, length)
-    assert (found, len(calls), len({*calls})) == (expected, timed_calls, timed_calls)
+    fewest = tiles.find_min_queries(replace(KEY, tile=TileConfig(dense_below=below)), GEOMETRY, CPU, 0.0, length)
+    assert (fewest, len(calls), len({*calls})) == (expected, timed_calls, timed_calls)
 
 
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, journal):
